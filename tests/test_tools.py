@@ -30,6 +30,7 @@ from server import responses as server_responses
 from server.serving import Scorer, Session
 
 import llama2
+from test_llama2 import cases
 
 FORMATS = json.loads(Path(__file__).with_name("tool_formats.json").read_text("utf-8"))
 UNDERSTOOD = [name for name, entry in FORMATS.items() if "format" in entry]
@@ -39,8 +40,8 @@ TEMPLATE = """{%% for m in messages %%}<|{{ m.role }}|>{{ m.content or '' }}
 THINKING = """{% for m in messages %}<|{{ m.role }}|>
 {%- if m.reasoning_content %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}<|end|>
 {%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-SCHEMA = """{"type": "object", "properties": {"city": {"type": "string"}, "days": {}},
-"required": ["city"]}"""
+SCHEMA = """{"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}, "days": {}},
+"required": ["city"], "$defs": {"city": {"type": "string"}}}"""
 ARGUMENTS = r"""{"city": "a}\"]<\n", "days": [1, {"x": null}]}"""
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": json.loads(SCHEMA)}}
@@ -48,6 +49,7 @@ TOOLS = [
 ]
 QUESTION = [{"role": "user", "content": "A"}]
 THOUGHT = ("<think>", "</think>")
+MARKS = [f"§{tools.SECRET}:{i}§" for i in (4094, 4095)]  # of the control tokens [/THINK] and [C]
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
@@ -77,6 +79,23 @@ def join(deltas):
     return {"content": None if "tool_calls" in message else ""} | message
 
 
+def calls_of(tokenizer, name, names):
+    """What a template writes for calls of these tools, of which it may take only one."""
+    template, form = template_of(tokenizer, source_of(name)), tools.Format(*FORMATS[name]["format"])
+    arguments = ARGUMENTS if form.arguments_as_text else json.loads(ARGUMENTS)
+    names = names[: 1 if form.separator is None else 2]
+    message = {"role": "assistant", "content": form.no_content}
+    text = template.render(message | {"tool_calls": called(names, arguments=arguments)})
+    return names, text.rpartition("<|assistant|>")[2].removesuffix("<|end|>").strip()
+
+
+def assert_called(message, names):
+    """It calls these tools, with ARGUMENTS."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    assert [function["name"] for function in functions] == names
+    assert all(json.loads(f["arguments"]) == json.loads(ARGUMENTS) for f in functions)
+
+
 def called(names, call_id="abcdefgh1", arguments=ARGUMENTS):
     return [
         {"id": call_id, "type": "function", "function": {"name": n, "arguments": arguments}}
@@ -94,67 +113,73 @@ def test_formats_are_read_off_templates(tokenizer, name):
         assert re.search(f"{FORMATS[name]['refused']}.*--chat-template", problem)
 
 
+class Checked(tools.Reader):
+    """One that has told, wherever its text may end, what it reads in the whole of it."""
+
+    told = {}  # noqa: RUF012
+
+    def feed(self, text, ended=False):
+        delta = super().feed(text, ended)
+        self.told = streaming.accumulate_delta(copy.deepcopy(self.told), copy.deepcopy(delta))
+        last, whole = copy.copy(self), tools.Reader(self.answer)
+        whole.secret = self.secret
+        whole.feed(self.text, ended=True)
+        rest = tools.Reader.feed(last, "", ended=True)
+        assert join([copy.deepcopy(self.told), rest]) == whole.message
+        return delta
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch):
+    monkeypatch.setattr(server_answer, "Reader", Checked)
+
+
 @pytest.mark.parametrize("name", UNDERSTOOD)
 def test_what_a_template_writes_fits_and_is_taken_apart(tokenizer, name):
     """One call and two, behind text, alone, and behind reasoning in which a call is only thought of."""
-    template = template_of(tokenizer, source_of(name))
-    form = tools.Format(*FORMATS[name]["format"])
+    names, calls = calls_of(tokenizer, name, ["winds", "wind"])
     vocabulary = grammar.open_vocabulary(tokenizer, {tokenizer.eos_id})
-    count = 1 if form.separator is None else 2
-    arguments = ARGUMENTS if form.arguments_as_text else json.loads(ARGUMENTS)
-    names = ["winds", "wind"][:count]
-    message = {"role": "assistant", "content": form.no_content}
-    text = template.render(message | {"tool_calls": called(names, arguments=arguments)})
-    text = text.rpartition("<|assistant|>")[2].removesuffix("<|end|>").strip()
-    rng = random.Random(1)
-    for before, reasoning in itertools.product(("", "Well.\n"), (None, THOUGHT)):
-        answer = tools.Answer(form, ["wind", "winds"], [json.loads(SCHEMA)] * 2)
-        answer.reasoning = reasoning
-        thought = f"<think>I {form.before} think</think>\n" if reasoning else ""
-        whole = thought + before + text
+    answer = tools.Answer(tools.Format(*FORMATS[name]["format"]), ["wind", "winds"])
+    answer.schemas = [json.loads(SCHEMA)] * 2
+    for before, thought in itertools.product(
+        ("", "Well."), (None, f"I {answer.form.before} think")
+    ):
+        answer.reasoning = thought and THOUGHT
+        text = (f"<think>{thought}</think>\n" if thought else "") + f"{before}\n{calls}".lstrip()
         matcher = grammar.Grammar(vocabulary, answer.schemas, tools.rules(answer)).matcher
-        ids = tokenizer.encode(whole, bos=False, first=False)
+        ids = tokenizer.encode(text, bos=False, first=False)
         assert matcher.validate_tokens(ids) == len(ids)
-        reader, rest, deltas = tools.Reader(answer), whole, []
-        while rest:
-            n = rng.randint(1, 9)
-            deltas.append(reader.feed(rest[:n]))
-            rest = rest[n:]
-        message = join([*deltas, reader.feed("", ended=True)])
-        assert message == reader.message
-        functions = [call["function"] for call in message["tool_calls"]]
-        assert [function["name"] for function in functions] == names
-        assert {function["arguments"] for function in functions} == {ARGUMENTS} or form.marker == ""
-        assert [json.loads(f["arguments"]) for f in functions] == [json.loads(ARGUMENTS)] * count
-        assert message["content"] == (before.strip() or None)
-        assert ("reasoning" in message) is bool(reasoning)
+        reader = Checked(answer)
+        for letter in text:
+            reader.feed(letter)
+        reader.feed("", ended=True)
+        assert_called(reader.message, names)
+        assert reader.message["content"] == (before or None)
+        assert reader.message.get("reasoning") == thought
 
 
-TAGS = (None, THOUGHT, ("[THINK]", "[/THINK]"), ("[C]", "[/THINK]"))  # the last are control tokens
+TAGS = {"none": None, "texts": THOUGHT, "control tokens": MARKS[::-1]}
+NARROW = json.loads("""{"type": "object", "properties": {"city": {"type": "string", "maxLength": 5},
+"days": {"type": "boolean"}}, "required": ["city"], "additionalProperties": false}""")
 ANSWERS = int(os.environ.get("FUZZ", "1"))
 
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
-@pytest.mark.parametrize("tags", TAGS, ids=str)
+@pytest.mark.parametrize("tags", TAGS)
 def test_random_answers_fit(tokenizer, name, tags):
     """A required call and a schema hold whatever a model reasons, and wherever it wants to stop."""
     jsonschema = pytest.importorskip("jsonschema")
-    template = template_of(tokenizer, source_of(name))
-    schema = {**json.loads(SCHEMA), "additionalProperties": False}
-    schema["properties"] = {"city": {"type": "string", "maxLength": 5}, "days": {"type": "boolean"}}
-    marks = [template.tokenizer.decode([i]) for i in range(tokenizer.vocab_size)[-2:]]
-    names = dict(zip(["[/THINK]", "[C]"], marks, strict=True))
+    tags = TAGS[tags]
     vocabulary = grammar.open_vocabulary(tokenizer, {tokenizer.eos_id})
     wanted = torch.full((tokenizer.vocab_size,), -4.0)  # control tokens, and what ends a text
-    wanted[[1, 2, tokenizer.vocab_size - 1, tokenizer.vocab_size - 2]] = 6.0
+    wanted[[1, 2, 4094, 4095]] = 6.0
     for text in ("</think>", "}", '"}', '"', ": ", ", ", "]", "city", "wind"):
         wanted[tokenizer.encode(text, bos=False, first=False)] = 4.0
     ended = 0
     for forced, is_reasoning in itertools.product((True, False), (True, False)[not tags :]):
         answer = tools.Answer(tools.Format(*FORMATS[name]["format"]), ["wind", "winds"])
-        answer.schemas = [schema] * (2 if forced else 3)
-        answer.forced, answer.is_reasoning = forced, is_reasoning
-        answer.reasoning = tags and tuple(names.get(tag, tag) for tag in tags)
+        answer.schemas = [NARROW] * (2 if forced else 3)
+        answer.forced, answer.is_reasoning, answer.reasoning = forced, is_reasoning, tags
         whole = grammar.Grammar(vocabulary, answer.schemas, tools.rules(answer))
         for seed in range(ANSWERS):
             generator = torch.Generator().manual_seed(seed)
@@ -174,7 +199,7 @@ def test_random_answers_fit(tokenizer, name, tags):
             values = [call["function"]["arguments"] for call in calls]
             assert values or not forced
             for value in values or [reader.message["content"]]:
-                jsonschema.validate(json.loads(value), schema)
+                jsonschema.validate(json.loads(value), NARROW)
     assert ended or ANSWERS < 100
 
 
@@ -183,7 +208,7 @@ def test_reasoning_is_read_off_templates(tokenizer):
         source_of(UNDERSTOOD[0]): None,
         THINKING: THOUGHT,
         THINKING.replace("think>", "seed:think>"): ("<seed:think>", "</seed:think>"),
-        "[/THINK]": ("[THINK]", f"§{tools.SECRET}:4094§"),
+        "[/THINK]": ("[THINK]", MARKS[0]),
         "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}": THOUGHT,
     }.items():
         assert template_of(tokenizer, source).reasoning == expected
@@ -207,12 +232,13 @@ def sessions(tmp_path_factory, tokenizer):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("sys.argv", ["server", *options, "--chat-template", str(path)])
                 args = server.parse_args()
-                model = llama2.Llama(
-                    llama2.Config(16, 16, 1, 2, 2, vocab_size=tokenizer.vocab_size)
-                ).requires_grad_(False)
+                config = llama2.Config(16, 16, 1, 2, 2, vocab_size=tokenizer.vocab_size + 300)
+                model = llama2.Llama(config).requires_grad_(False)
+                model.vocab_size = tokenizer.vocab_size  # as where there are rows of no token
                 patch.setattr(llama2, "load", lambda *_, **__: (model, tokenizer))
                 app = server.make_app(Session(args), "m", args)
             made[source, options] = testclient.TestClient(app, "http://localhost")
+            made[source, options].model = model
         return made[source, options]
 
     return session
@@ -242,27 +268,6 @@ def tell(tokenizer, monkeypatch):
         return len(script) - 1
 
     return tell
-
-
-class Checked(tools.Reader):
-    """One that has told, wherever its text may end, what it reads in the whole of it."""
-
-    deltas = ()
-
-    def feed(self, text, ended=False):
-        delta = super().feed(text, ended)
-        self.deltas += (copy.deepcopy(delta),)  # join() changes them
-        last, whole = copy.copy(self), tools.Reader(self.answer)
-        whole.secret = self.secret
-        whole.feed(self.text, ended=True)
-        rest = tools.Reader.feed(last, "", ended=True)
-        assert join(copy.deepcopy([*self.deltas, rest])) == whole.message
-        return delta
-
-
-@pytest.fixture(autouse=True)
-def checked(monkeypatch):
-    monkeypatch.setattr(server_answer, "Reader", Checked)
 
 
 def events_of(client, path, body):
@@ -309,26 +314,21 @@ def say(sessions, tell):
     return say
 
 
+@pytest.fixture
+def started(monkeypatch):
+    """A list of what each answer begins with: the prompt's ids, and options."""
+    calls, start = [], Session.start
+
+    def note(session, ids, **options):
+        calls.append((ids, options))
+        return start(session, ids, **options)
+
+    monkeypatch.setattr(Session, "start", note)
+    return calls
+
+
 HERMES, LLAMA = UNDERSTOOD[0], UNDERSTOOD[1]
 CALL = '<tool_call>\n{"name": "wind", "arguments": {"city": "Rome"}}\n</tool_call>'
-
-
-def test_auto(say):
-    """Text, text and two calls, and what only begins like a call, which is held back."""
-    source = source_of(HERMES)
-    choice, _ = say(source, "Hello <tool_box> there")
-    assert choice["message"] == {"role": "assistant", "content": "Hello <tool_box> there"}
-    assert choice["finish_reason"] == "stop"
-    choice, deltas = say(source, f"Well.\n{CALL}\n{CALL}")
-    message = choice["message"]
-    assert message["content"] == "Well." and choice["finish_reason"] == "tool_calls"
-    assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"city": "Rome"}'] * 2
-    assert len(deltas) > 9
-    for text in ('{"name": "window"}', '{"name": "x", "parameters": {}}', "{"):
-        assert say(source_of(LLAMA), text)[0]["message"]["content"] == text
-    choice, _ = say(source_of(LLAMA), '{"name": "wind", "parameters": {"city": "Rome"}}')
-    assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
-
 
 LLAMA_3 = r"""{"name": "wind", "parameters": {"city": "Rome"}}
 {"type": "function", "name": "wind", "parameters": {"city": "Rome"}}
@@ -347,7 +347,10 @@ def test_llama_3_writes_any_white_space_and_a_type(say):
             assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
             assert answer["message"]["content"] == (before.strip() or None)
             assert answer["finish_reason"] == "tool_calls"
-    for text in ('{"name":"window"}', '{"type": "function", "x": 1}', '{"type": "function"', "{ {"):
+    for text in (
+        *('{"name":"window"}', '{"name": "x", "parameters": {}}', "{", "{ {"),
+        *('{"type": "function", "x": 1}', '{"type": "function"'),
+    ):
         assert say(source, text)[0]["message"]["content"] == text
     refused = "the server failed: AssertionError"
     assert say(source, '{"name":"wind","parameters":{"town"') == refused
@@ -363,9 +366,8 @@ def test_a_stop_token_that_begins_calls(tokenizer):
 
 
 def test_a_control_token_in_a_wrong_place_is_not_shown(tokenizer):
-    answer = tools.Answer(reasoning=("<think>", f"§{tools.SECRET}:4094§"))
-    reader = tools.Reader(answer)
-    reader.feed(f"a§{tools.SECRET}:4094§b", ended=True)
+    reader = tools.Reader(tools.Answer(reasoning=("<think>", MARKS[0])))
+    reader.feed(f"a{MARKS[0]}b", ended=True)
     assert reader.message["content"] == "ab"
 
 
@@ -399,24 +401,6 @@ def test_control_tokens_begin_calls(say):
     assert choice["message"]["content"] == "Hi"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
     assert "[C]" in [entry["token"] for entry in choice["logprobs"]["content"]]
-
-
-def test_reasoning(say):
-    """Apart from the answer, also where the prompt ends with its beginning, and in calls' way."""
-    for source, begins in (
-        (THINKING, "<think>"),
-        (THINKING.replace("t|>{% endif", "t|><think>\n{% endif"), ""),
-    ):
-        choice, deltas = say(source, f"{begins}\nHm </thin.\n</think>\n\nYes.", tools=[])
-        message = choice["message"]
-        assert message["reasoning_content"] == message["reasoning"] == "Hm </thin."
-        assert message["content"] == "Yes."
-        assert len(deltas) > 5
-        form = {"response_format": {"type": "json_object"}}
-        choice, _ = say(source, f"{begins}Hm</think>\n{{}}", tools=[], **form)
-        assert choice["message"]["content"] == "{}"
-    choice, _ = say(THINKING, "No <think>", tools=[])
-    assert choice["message"] == {"role": "assistant", "content": "No <think>"}
 
 
 def test_templates_that_cannot_call(say):
@@ -461,11 +445,6 @@ BOTH = BOTH.replace(
     "{{ m.content", "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content"
 )
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
-CONVERSATION = """[{"role": "user", "content": [{"type": "input_text", "text": "A"}]},
-{"type": "reasoning", "id": "1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
-{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Well."}]},
-{"type": "function_call", "call_id": "c", "name": "wind", "arguments": "{\\"city\\": \\"Rome\\"}"},
-{"type": "function_call_output", "call_id": "c", "output": "calm"}]"""
 
 
 @pytest.fixture
@@ -475,8 +454,8 @@ def responses(sessions):
     return openai.OpenAI(base_url="http://localhost/v1", api_key="any", http_client=http).responses
 
 
-def test_responses(responses, tell, tokenizer):
-    """The same whole and as events, in OpenAI's order; what came can be sent back."""
+def test_responses(responses, tell):
+    """The same whole and as events, in OpenAI's order."""
     tell(f"<think>Hm</think>Well.\n{CALL}")
     asked = {"model": "m", "input": "A", "tools": FUNCTIONS, "store": True, "metadata": {"a": "b"}}
     whole = responses.create(**asked)
@@ -494,27 +473,6 @@ def test_responses(responses, tell, tokenizer):
             {"a": "b"},
         )
         assert response.usage.output_tokens_details.reasoning_tokens > 2
-    conversation = json.loads(CONVERSATION)
-    output = [item.model_dump(exclude_none=True) for item in whole.output]
-    result = {**conversation[-1], "call_id": call.call_id}
-    tell("Calm.")
-    usages = [
-        responses.create(model="m", input=items, instructions="S").usage
-        for items in (conversation, [conversation[0], *output, result])
-    ]
-    messages = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "A"},
-        {
-            "role": "assistant",
-            "content": "Well.",
-            "reasoning": "Hm",
-            "tool_calls": called(["wind"], arguments={"city": "Rome"}),
-        },
-        {"role": "tool", "content": "calm"},
-    ]
-    ids = llama2.encode_chat(tokenizer, messages, BOTH)
-    assert [usage.input_tokens for usage in usages] == [len(ids)] * 2
 
 
 def test_responses_with_a_form_or_a_limit(responses, tell):
@@ -540,22 +498,27 @@ def test_responses_refuses_by_name(sessions, field):
     assert field in reply.json()["error"]["message"]
 
 
-def test_responses_go_on(responses, tell, sessions):
+def test_responses_go_on(responses, tell, sessions, tokenizer):
     """From the last one, by its id or by those of its items, as if all of it were sent again."""
     tell(f"<think>Hm</think>Well.\n{CALL}")
     options = {"model": "m", "tools": FUNCTIONS, "extra_body": {"cache_prompt": False}}
-    first = responses.create(**options, input="A", instructions="S")
+    options["instructions"] = "S"
+    first = responses.create(**options, input="A")
     result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "calm"}
     references = [{"type": "item_reference", "id": item.id} for item in first.output]
     output = [item.model_dump(exclude_none=True) for item in first.output]
-    question = {"role": "user", "content": "A"}
+    question = {"role": "user", "content": [{"type": "input_text", "text": "A"}]}
     tell("Calm.")
     whole = responses.create(**options, input=[question, *output, result])
     with responses.stream(**options, input=[question, *references, result]) as stream:
         by_items = stream.until_done().get_final_response()
     by_id = responses.create(**options, input=[result], previous_response_id=first.id)
-    usages = {answer.usage.input_tokens for answer in (whole, by_items, by_id)}
-    assert len(usages) == 1 and by_id.previous_response_id == first.id
+    calls = called(["wind"], arguments={"city": "Rome"})
+    said = {"role": "assistant", "content": "Well.", "reasoning": "Hm", "tool_calls": calls}
+    messages = [{"role": "system", "content": "S"}, *QUESTION, said]
+    ids = llama2.encode_chat(tokenizer, [*messages, {"role": "tool", "content": "calm"}], BOTH)
+    assert {r.usage.input_tokens for r in (whole, by_items, by_id)} == {len(ids)}
+    assert by_id.previous_response_id == first.id
     tell("Yes.")
     third = responses.create(**options, input="Sure?", previous_response_id=by_id.id)
     items = [question, *output, result, *(item.model_dump() for item in by_id.output)]
@@ -625,7 +588,7 @@ FORM = {"type": "json_schema", "name": "x", "schema": json.loads(SCHEMA)}
 WINDS = {"type": "function", "name": "winds"}
 FORCED = {"tool_choice": "required"}
 SAYS = [  # what is said (C: calls, J: JSON), and fields of a request to /v1/responses
-    ("Well <tool_box>, {", {}),
+    ("Well <tool_box>, <think> {", {}),
     ("Well.\nC", {}),
     ("C", FORCED),
     ("C", {"tool_choice": WINDS, "parallel_tool_calls": False}),
@@ -634,12 +597,9 @@ SAYS = [  # what is said (C: calls, J: JSON), and fields of a request to /v1/res
     ("C", {"text": {"format": FORM}, **FORCED}),
     ("C", {"text": {"format": FORM}, "tool_choice": WINDS}),
 ]
-THINKS = [  # what begins a thought: of the prompt, of the answer
-    (None, ""),
-    ("", "<think>"),
-    ("<think>\n", ""),
-    ("<think>\n", "<think>"),
-]
+# What begins a thought: of the prompt, of the answer.
+THINKS = [(None, ""), ("", "<think>"), ("<think>\n", ""), ("<think>\n", "<think>")]
+ASKS = [*itertools.product(THINKS, SAYS)]
 
 
 def asked_of_chats(body):
@@ -682,26 +642,16 @@ def test_a_stream_is_the_whole_answer(tokenizer, sessions, tell, name):
     """In its content, reasoning, calls, log-probabilities, usage, and why it ended, wherever a limit
     or a stop text cuts it; and a call that must come comes, whatever else was asked."""
     entry, rng = FORMATS[name], random.Random(name)
-    form = tools.Format(*entry["format"])
-    plain = template_of(tokenizer, source_of(name))
-    arguments = ARGUMENTS if form.arguments_as_text else json.loads(ARGUMENTS)
-    mine = UNDERSTOOD.index(name) if ANSWERS == 1 else 0  # each case by one format, or by all
-    for (opened, begun), (say, asked) in [*itertools.product(THINKS, SAYS)][
-        mine :: len(UNDERSTOOD) if ANSWERS == 1 else 1
-    ]:
-        names = ["winds", "winds"][asked.get("tool_choice") == WINDS or form.separator is None :]
-        calls = plain.render(
-            {"role": "assistant", "content": form.no_content}
-            | {"tool_calls": called(names, arguments=arguments)}
-        )
-        calls = calls.rpartition("<|assistant|>")[2].removesuffix("<|end|>").strip()
+    asks = ASKS[UNDERSTOOD.index(name) :: len(UNDERSTOOD)] if ANSWERS == 1 else ASKS
+    for (opened, begun), (say, asked) in asks:  # each by one format, or by all
+        is_winds = asked.get("tool_choice") == WINDS
+        names, calls = calls_of(tokenizer, name, ["winds", "winds"][is_winds:])
         text = say.replace("C", calls).replace("J", '{"city": "a"}')
         source = source_of(name)
         if opened is not None:
-            text = f"{begun}I <think so\n</think>\n{text}"
-            source = (
-                TEMPLATE % (entry["calls"], opened + entry.get("prompt", "")) + "{# </think> #}"
-            )
+            text = f"{begun}I <think so </thin\n</think>\n{text}"
+            source = TEMPLATE % (entry["calls"], opened + entry.get("prompt", ""))
+            source += "{# </think> #}"
         client, count = sessions(source), tell(text)
         cuts = [{"max_output_tokens": k} for k in range(1, count + 1)]
         cuts += [{"stop": [text[i : i + 3]]} for i in range(len(text) - 3)]
@@ -710,12 +660,13 @@ def test_a_stream_is_the_whole_answer(tokenizer, sessions, tell, name):
             body = asked | cut | {"cache_prompt": False}
             said = chat_of(client, asked_of_chats(body))
             assert len(said) == 3, said
-            choice, _, usage = said
+            choice, deltas, usage = said
             message, reason = choice["message"], choice["finish_reason"]
             entries = choice["logprobs"]["content"]
             said, status, counts = response_of(client, body)
             assert message["content"] == said.get("message", None if "calls" in said else "")
-            assert message.get("reasoning") == said.get("reasoning")
+            for key in ("reasoning", "reasoning_content"):
+                assert message.get(key) == said.get("reasoning")
             functions = [call["function"] for call in message.get("tool_calls", ())]
             assert said.get("calls", []) == [(f["name"], f["arguments"]) for f in functions]
             assert (status == "incomplete") is (reason == "length")
@@ -723,10 +674,12 @@ def test_a_stream_is_the_whole_answer(tokenizer, sessions, tell, name):
             assert not forced or not message["content"]
             if not cut or (forced and "stop" in cut and opened is None):
                 assert len(entries) == usage["completion_tokens"] == count
-                assert [f["name"] for f in functions] == (names if "C" in say else [])
-                assert all(json.loads(f["arguments"]) == json.loads(ARGUMENTS) for f in functions)
+                assert_called(message, names if "C" in say else [])
                 assert (message["content"] or "") == say.strip("C\n").replace("J", '{"city": "a"}')
-                assert message.get("reasoning") == (None if opened is None else "I <think so")
+                assert message.get("reasoning") == (
+                    None if opened is None else "I <think so </thin"
+                )
+                assert opened is None or len(deltas) > 5
                 assert reason == ("tool_calls" if functions else "stop")
 
 
@@ -814,15 +767,11 @@ EQUAL = {"max_tokens": 1, "repetition_penalty": 1.5, "penalty_last_n": -1, "stop
 EQUAL["schema"] = EQUAL["response_format"] = {"type": "array"}
 
 
-def test_names_of_other_servers(sessions, monkeypatch):
+def test_names_of_other_servers(sessions, started):
     """Those of the table mean what it says; two that differ do not. A schema has several forms."""
     assert {ours: {*names} - {"response_format"} for ours, names in SYNONYMS.items()} == {
         ours: {*names} for ours, names in server_fields.SYNONYMS.items()
     }
-    seen = []
-    start = Session.start
-    note = lambda self, ids, **options: (seen.append(options), start(self, ids, **options))[1]
-    monkeypatch.setattr(Session, "start", note)
     client = sessions(BOTH)
     forms = [{"response_format": {"type": "json_object", "schema": EQUAL["schema"]}}]
     forms += [{name: EQUAL["schema"]} for name in ("schema", *server_fields.SYNONYMS["schema"])]
@@ -831,12 +780,12 @@ def test_names_of_other_servers(sessions, monkeypatch):
         if ours != "schema":
             groups.append([{name: EQUAL[ours]} for name in (ours, *names)])
     for group in groups:
-        seen.clear()
+        started.clear()
         for body in group:
             body = PROMPTS[CHAT] | {"max_tokens": 1, "repetition_penalty": 1.2} | body
             body.pop("repetition_penalty" if {"repeat_penalty", "rep_pen"} & {*body} else "", None)
             assert client.post(CHAT, json=body).status_code == 200, body
-        assert len({re.sub(" at 0x.*?>", "", str(options)) for options in seen}) == 1, seen
+        assert len({re.sub(" at 0x.*?>", "", str(call)) for call in started}) == 1, started
     for body in (
         {"max_tokens": 5, "n_predict": 6},
         {"repeat_last_n": 5},
@@ -851,102 +800,94 @@ def test_names_of_other_servers(sessions, monkeypatch):
     assert error.endswith("a function among the tools: there is none")
 
 
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY")
-SERVED = {
-    "/": "GET",
-    "/health": "GET",
-    "/v1/models": "GET",
-    "/v1/models/ORG/NAME": "GET",
-    CHAT: "POST",
-    RESPONSES: "POST",
-    "/v1/completions": "POST",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-    f"{RESPONSES}/resp_0": "DELETE GET",
-}
-NOT_SERVED = (
-    "/v1 /v1/ /v1/files /v1/responses/compact /v1/responses/input_tokens /v2/models /api/chat"
-)
+METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS QUERY"
+SERVED = """
+/ | GET HEAD | null
+/health | GET HEAD | null
+/v1/models | GET HEAD | null
+/v1/models/ORG/NAME | GET HEAD | null
+/v1/chat/completions | POST | {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1}
+/v1/responses | POST | {"input": "A", "max_output_tokens": 1}
+/v1/completions | POST | {"prompt": "A", "max_tokens": 1}
+/tokenize | POST | {"content": "A"}
+/detokenize | POST | {"tokens": [5]}
+/v1/responses/resp_0 | DELETE GET HEAD | null
+/v1 |  | {}
+/v1/ |  | {}
+/v1/files |  | {}
+/v1/responses/compact |  | {}
+/v1/responses/input_tokens |  | {}
+/v2/models |  | {}
+/api/chat |  | {}
+"""
 
 
-def test_methods_paths_and_content_types(sessions):
+@cases("path, allowed, body", SERVED)
+def test_methods_paths_and_content_types(sessions, path, allowed, body):
     """405 says what a path takes, 404 which there are; nothing is 500, or 200 and did nothing."""
+    allowed = allowed.split()
+    paths = {path, path.removeprefix("/v1")} if allowed else {path}
+    kinds = ("application/json", "text/plain", "multipart/form-data; boundary=x", "")
+    for place, method, kind in itertools.product(paths, METHODS.split(), kinds):
+        head = {"Content-Type": kind} if kind else {}
+        data = None if method in ("GET", "HEAD") else body
+        reply = sessions(BOTH).request(method, place, content=data, headers=head)
+        expected, said = 200, ""
+        if not allowed:
+            expected, said = 404, "there are /, /health, /v1/models"
+        elif method not in allowed:
+            expected = 405
+            assert {*reply.headers["allow"].split(", ")} == {*allowed}
+        elif path.endswith("resp_0"):
+            expected, said = 404, "not found"
+        elif method == "POST" and kind.startswith(("text", "multi")):
+            expected = 415
+        assert reply.status_code == expected, (method, place, kind, reply.text)
+        assert method == "HEAD" or said in reply.text
+        assert len(reply.headers["x-request-id"]) == 24
+
+
+def test_a_response_is_not_streamed_again(sessions):
     client = sessions(BOTH)
-    bodies = {"/tokenize": {"content": "A"}, "/detokenize": {"tokens": [5]}} | PROMPTS
-    paths = SERVED | {
-        path.removeprefix("/v1"): how for path, how in SERVED.items() if path.startswith("/v1/")
-    }
-    for method, path in itertools.product(METHODS, [*paths, *NOT_SERVED.split()]):
-        for kind in ("application/json", "text/plain", "multipart/form-data; boundary=x", ""):
-            long = path if path in SERVED else f"/v1{path}"
-            data = json.dumps(({"max_tokens": 1} if "v1" in long else {}) | bodies.get(long, {}))
-            data = data.replace("max_tokens", "max_output_tokens") if long == RESPONSES else data
-            data = None if method in ("GET", "HEAD") else data
-            head = {"Content-Type": kind} if kind else {}
-            reply = client.request(method, path, content=data, headers=head)
-            allowed = paths.get(path, "").replace("GET", "GET HEAD").split()
-            about = method, path, kind, reply.text
-            assert len(reply.headers["x-request-id"]) == 24
-            if not allowed:
-                assert reply.status_code == 404, about
-                assert method == "HEAD" or "there are /, /health, /v1/models" in reply.text
-            elif method not in allowed:
-                assert reply.status_code == 405, about
-                assert {*reply.headers["allow"].split(", ")} == {*allowed}
-            elif long.endswith("resp_0"):
-                assert reply.status_code == 404 and (method == "HEAD" or "not found" in reply.text)
-            elif method == "POST" and kind.startswith(("text", "multi")):
-                assert reply.status_code == 415, about
-            else:
-                assert reply.status_code == 200, about
     made = client.post(RESPONSES, json=PROMPTS[RESPONSES] | {"max_output_tokens": 1}).json()["id"]
     error = client.get(f"{RESPONSES}/{made}?stream=true").json()["error"]
     assert error["param"] == "stream" and client.get(f"{RESPONSES}/{made}?stream=false").is_success
 
 
-HARMLESS = """{"provider_specific_fields": {"reasoning": "t"}, "annotations": [{"type": "x"}],
-"reasoning_details": [{"type": "reasoning.text", "text": "t"}], "refusal": "", "id": "msg_1",
-"cache_control": {"type": "ephemeral"}, "thinking_blocks": [{}], "function_call": null}"""
+HISTORIES = """
+{"role": "assistant", "content": "B", "provider_specific_fields": {"reasoning": "t"}, "annotations": [{"type": "x"}], "reasoning_details": [{"type": "reasoning.text", "text": "t"}], "refusal": "", "id": "msg_1", "cache_control": {"type": "ephemeral"}, "thinking_blocks": [{}], "function_call": null} | {"role": "assistant", "content": "B"}
+{"role": "assistant", "content": [{"type": "text", "text": "B", "cache_control": {}, "annotations": []}]} | {"role": "assistant", "content": "B"}
+{"role": "assistant", "content": [{"type": "refusal", "refusal": "B"}]} | {"role": "assistant", "content": "B"}
+{"role": "assistant"} | {"role": "assistant", "content": ""}
+{"role": "assistant", "content": null} | {"role": "assistant", "content": ""}
+{"role": "tool", "tool_call_id": "1", "content": null} | {"role": "tool", "tool_call_id": "1", "content": ""}
+{"role": "tool", "tool_call_id": "1", "content": []} | {"role": "tool", "tool_call_id": "1", "content": ""}
+{"type": "function_call_output", "call_id": "1", "output": null} | {"type": "function_call_output", "call_id": "1", "output": ""}
+{"type": "function_call_output", "call_id": "1", "output": []} | {"type": "function_call_output", "call_id": "1", "output": ""}
+{"role": "user", "content": [{"type": "image_url", "image_url": {}}]} | 'image_url' in a
+{"role": "user", "content": [{"type": "input_file"}]} | 'input_file' in a message
+{"role": "assistant", "content": "A", "audio": {"id": "x"}} | audio in a message
+{"role": "user", "content": null} | expected a list of messages
+{"type": "message", "role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]} | input: 'input_image' in a message is not supported
+"""
 
 
-def test_what_clients_add_to_a_history(sessions):
-    """It makes no difference. Contents may be null or empty; a refusal is a text."""
-    assert sessions(BOTH).post(CHAT, json={"messages": [], "max_tokens": 1}).status_code == 400
-    said = {"role": "assistant", "content": "B"}
-    result = {"role": "tool", "tool_call_id": "1", "content": None}
-    more = [
-        said | json.loads(HARMLESS),
-        said | {"content": [{"type": "text", "text": "B", "cache_control": {}, "annotations": []}]},
-        said | {"content": [{"type": "refusal", "refusal": "B"}]},
-        said,
-        result,
-        result | {"content": []},
-        result | {"content": ""},
-    ]
-    counts = []
-    for message in more:
-        body = {"messages": [*QUESTION, message, *QUESTION], "max_tokens": 1}
-        reply = sessions(BOTH).post(CHAT, json=body)
-        counts.append(reply.json()["usage"]["prompt_tokens"])
-    assert len({*counts[:4]}) == len({*counts[4:]}) == 1
-    item = {"type": "function_call_output", "call_id": "1", "output": None}
-    for output in (None, "", []):
-        body = {"input": [*QUESTION, item | {"output": output}]}
-        assert sessions(BOTH).post(RESPONSES, json=body).status_code == 200
-    for message in ({"role": "assistant"}, {"role": "assistant", "content": None}):
-        body = {"messages": [*QUESTION, message], "max_tokens": 1}
-        assert sessions(BOTH).post(CHAT, json=body).status_code == 200
-    for message, said in (
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url' in a"),
-        ({"role": "user", "content": [{"type": "input_file"}]}, "'input_file' in a message"),
-        ({"role": "assistant", "content": "A", "audio": {"id": "x"}}, "audio in a message"),
-        ({"role": "user", "content": None}, "expected a list of messages"),
-    ):
-        reply = sessions(BOTH).post(CHAT, json={"messages": [message]})
-        assert reply.status_code == 400 and said in reply.json()["error"]["message"]
-    item = {"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}
-    reply = sessions(BOTH).post(RESPONSES, json={"input": [item]})
-    assert "input: 'input_image' in a message is not supported" in reply.json()["error"]["message"]
+@cases("message, means", HISTORIES)
+def test_what_clients_add_to_a_history(sessions, message, means):
+    """It makes no difference, or is refused. Contents may be null or empty; a refusal is a text."""
+
+    def reply_to(message):
+        path, key, limit = CHAT, "messages", "max_tokens"
+        if "type" in message:
+            path, key, limit = RESPONSES, "input", "max_output_tokens"
+        body = {key: [*QUESTION, message, *QUESTION], limit: 1, "cache_prompt": False}
+        return sessions(BOTH).post(path, json=body).json()
+
+    reply = reply_to(json.loads(message))
+    if means.startswith("{"):
+        assert reply["usage"] == reply_to(json.loads(means))["usage"]
+    else:
+        assert means in reply["error"]["message"]
 
 
 WEB = [{"type": "web_search"}, {"type": "custom", "name": "patch", "format": {"type": "grammar"}}]
@@ -969,32 +910,21 @@ def test_tools_that_are_no_functions(sessions, tell, capsys):
 
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
-def test_calls_that_were_cut(sessions, tell, tokenizer, name):
+def test_calls_that_were_cut(sessions, tell, started, tokenizer, name):
     """Arguments that are no JSON stay what they are, and end no conversation."""
     cut = '{"city": "Ro'
     call = {"type": "function_call", "call_id": "abcdefgh1", "name": "wind", "arguments": cut}
     result = {"type": "function_call_output", "call_id": "abcdefgh1", "output": "no JSON"}
     message = {"role": "assistant", "content": None, "tool_calls": called(["wind"], arguments=cut)}
     answer = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "no JSON"}
-    client = sessions(source_of(name))
     tell("A.")
-    bodies = [
+    for path, body in (
         (CHAT, {"messages": [*QUESTION, message, answer, *QUESTION], "tools": TOOLS}),
         (RESPONSES, {"input": [*QUESTION, call, result, *QUESTION], "tools": FUNCTIONS}),
-    ]
-    prompts = []
-    with pytest.MonkeyPatch.context() as patch:
-        start = Session.start
-
-        def note(session, ids, **options):
-            prompts.append(ids)
-            return start(session, ids, **options)
-
-        patch.setattr(Session, "start", note)
-        for path, body in bodies:
-            reply = client.post(path, json=body)
-            assert reply.status_code == 200, reply.text
-    shown = [tokenizer.decode(ids) for ids in prompts]
+    ):
+        reply = sessions(source_of(name)).post(path, json=body)
+        assert reply.status_code == 200, reply.text
+    shown = [tokenizer.decode(ids) for ids, _ in started]
     assert shown[0] == shown[1]
     assert cut in shown[0] or json.dumps(cut)[1:-1] in shown[0]
 
@@ -1027,20 +957,12 @@ def test_a_stream_says_that_it_is_alive(sessions, tell, monkeypatch):
         assert "at work" not in sessions(BOTH).post(path, json=PROMPTS[path]).text
 
 
-def test_scores_are_those_of_score(tokenizer, monkeypatch):
-    """Also where the model has more rows than the vocabulary has tokens."""
-    config = llama2.Config(16, 16, 1, 2, 2, vocab_size=tokenizer.vocab_size + 300)
-    model = llama2.Llama(config).requires_grad_(False)
-    model.vocab_size = tokenizer.vocab_size
-    monkeypatch.setattr(llama2, "load", lambda *_, **__: (model, tokenizer))
-    monkeypatch.setattr("sys.argv", ["server", "--quiet"])
-    args = server.parse_args()
-    client = testclient.TestClient(server.make_app(Session(args), "m", args), "http://localhost")
-    ids = tokenizer.encode("Once upon a time")
+def test_scores_are_those_of_score(sessions, tokenizer):
+    ids, client = tokenizer.encode("Once upon a time"), sessions(BOTH)
     body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 2, "temperature": 0}
     scores = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
-    generation = llama2.generate(model, ids, llama2.Sampling(0), 1)
-    expected = llama2.score(model, [*ids, *generation]).tolist()
+    generation = llama2.generate(client.model, ids, llama2.Sampling(0), 1)
+    expected = llama2.score(client.model, [*ids, *generation]).tolist()
     assert scores["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
 
 
@@ -1053,9 +975,9 @@ def test_schemas_that_cannot_be_held(sessions, tell, capsys):
     """Under "auto" the rest holds, and the log says what does not; what is strict is refused by its
     tool, its path and its keyword."""
     for path in (CHAT, RESPONSES):
-        odd = [{"type": "function", **function} for function in json.loads(ODD)]
-        if path == CHAT:
-            odd = [{"type": "function", "function": function} for function in json.loads(ODD)]
+        functions = json.loads(ODD)
+        odd = [{"function": function} if path == CHAT else function for function in functions]
+        odd = [{"type": "function", **tool} for tool in odd]
         body = {**PROMPTS[path], "tools": odd}
         client = sessions(BOTH, "--dtype", "float32")
         call = '<tool_call>\n{"name": "read", "arguments": {"at": %s}}\n</tool_call>'
@@ -1070,15 +992,6 @@ def test_schemas_that_cannot_be_held(sessions, tell, capsys):
         error = client.post(path, json=body).json()["error"]
         assert error["param"] == "tools"
         assert error["message"].startswith("tools: find: properties/n/items/pattern: regex parse")
-    for keyword, value in (("type", None), ("oneOf", 5), ("required", 5)):
-        schema = {"type": None, "properties": {"a": {keyword: value}}}
-        function = {"name": "odd", "parameters": schema}
-        body = {**PROMPTS[CHAT], "tools": [{"type": "function", "function": function}]}
-        assert client.post(CHAT, json=body | {"max_tokens": 1}).status_code == 200
-        assert f"; tools: odd is not held to properties/a/{keyword}" in capsys.readouterr().err
-        function["strict"] = True
-        error = client.post(CHAT, json=body).json()["error"]
-        assert error["message"].startswith(f"tools: odd: properties/a/{keyword}: ")
     form = {"type": "json_schema", "json_schema": {"schema": PATH}}
     for tools_too in ({}, {"tools": TOOLS}):
         body = {**PROMPTS[CHAT], "response_format": form, **tools_too}
@@ -1092,29 +1005,26 @@ EFFORTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "asked, seen",
-    [
-        ({}, "||"),
-        ({"reasoning_effort": "low"}, "True|True|low"),
-        ({"reasoning": {"effort": "low", "summary": "auto"}}, "True|True|low"),
-        ({"reasoning": {"summary": "auto"}}, "||"),
-        ({"reasoning": {}}, "||"),
-        ({"reasoning_effort": {"effort": "low"}}, "True|True|low"),
-        ({"reasoning_effort": "none"}, "False|False|"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "False||"),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False}},
-            "True|False|low",
-        ),
-        ({"chat_template_kwargs": {"messages": [], "template": "x", "tools": 1}}, "||"),
-    ],
-)
+ASKED = """
+{} | <||>
+{"reasoning_effort": "low"} | <True|True|low>
+{"reasoning": {"effort": "low", "summary": "auto"}} | <True|True|low>
+{"reasoning": {"summary": "auto"}} | <||>
+{"reasoning": {}} | <||>
+{"reasoning_effort": {"effort": "low"}} | <True|True|low>
+{"reasoning_effort": "none"} | <False|False|>
+{"chat_template_kwargs": {"enable_thinking": false}} | <False||>
+{"reasoning_effort": "low", "chat_template_kwargs": {"thinking": false}} | <True|False|low>
+{"chat_template_kwargs": {"messages": [], "template": "x", "tools": 1}} | <||>
+"""
+
+
+@cases("asked, seen", ASKED)
 def test_effort_reaches_the_template(sessions, tokenizer, asked, seen):
-    for path in (CHAT, RESPONSES):
-        body = {**PROMPTS[path], **asked}
+    for path, limit in ((CHAT, "max_tokens"), (RESPONSES, "max_output_tokens")):
+        body = {**PROMPTS[path], **json.loads(asked), limit: 1}
         usage = sessions(EFFORTS).post(path, json=body).json()["usage"]
-        expected = [{"role": "user", "content": f"A<{seen}>"}]
+        expected = [{"role": "user", "content": f"A{seen}"}]
         ids = llama2.encode_chat(tokenizer, expected, "{{ messages[0].content }}")
         assert usage.get("prompt_tokens", usage.get("input_tokens")) == len(ids)
 
