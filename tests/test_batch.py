@@ -8,7 +8,6 @@ from unittest.mock import patch
 import batch
 import pytest
 import torch
-from test_kernels import model_of
 
 import llama2
 from test_llama2 import TOKENS, arrange, assert_close, make_model
@@ -113,28 +112,3 @@ def test_sequences_at_positions_of_their_own(model):
         for _ in range(9):
             model(torch.tensor([[5], [6]]), batch.Sequences([caches[1], caches[2]]))
     assert caches[1].pos == alone[1].pos + 13 - alone[2].pos  # nothing of the refused pass
-
-
-@pytest.mark.parametrize("ggml_type", ["Q4_K", "Q8_0"])
-def test_kernels_give_each_the_bits_that_it_has_alone(native, monkeypatch, ggml_type):
-    """Its logits, whoever is beside it, and though its prompt is read in pieces."""
-    monkeypatch.setattr(batch, "PIECE", 2 * native.gemv_tokens)
-    model = llama2.accelerate(model_of([ggml_type]), True)
-    assert batch.has_bits_of_one(model)
-    count = native.gemv_tokens + 2
-    ids = (TOKENS % model.config.vocab_size).tolist()
-    prompts = [ids[i % 2][: 5 + 7 * i % 45] for i in range(count)]
-
-    def logits_of(run):
-        seen = [[] for _ in prompts]
-        starts = []
-        for i, ids in enumerate(prompts):
-            keep = partial(lambda seen, ids, logits: seen.append(logits) or logits, seen[i])
-            sampling = llama2.Sampling(0.9, seed=i, logits_processor=keep)
-            starts.append(partial(llama2.generate, model, ids, sampling, 9, ()))
-        run(starts)
-        return [torch.stack(logits) for logits in seen]
-
-    expected = logits_of(lambda starts: [[*start()] for start in starts])
-    actual = logits_of(lambda starts: [*batch.run_batch(model, starts, count)])
-    assert all(map(torch.equal, actual, expected))

@@ -288,21 +288,29 @@ def blocks_of(model):
     return model.layers[1].mlp.up_proj.blocks
 
 
-MORE_CHANGES = [  # of a model, whatever was done to it before
-    lambda m: m.layers[1].self_attn.register_forward_hook(double),
-    lambda m: m.layers[2].mlp.gate_proj.register_forward_pre_hook(double),
-    lambda m: nn.modules.module.register_module_forward_hook(double),
-    lambda m: blocks_of(m).copy_(blocks_of(m).flip(0)),
-    lambda m: setattr(blocks_of(m), "data", blocks_of(m).flip(0)),
-    lambda m: setattr(blocks_of(m), "data", blocks_of(m)[:8]),
-    lambda m: setattr(m.layers[0].input_layernorm.weight, "data", torch.linspace(0.5, 2, 256)[::2]),
-    lambda m: setattr(m.layers[2].input_layernorm.weight, "data", torch.ones(64)),
-    nn.Module.share_memory,
-    copy.deepcopy,
-    lambda m: pickle.loads(pickle.dumps(m)),
-]
-MORE_CHANGES = [("", change) for change in MORE_CHANGES]
-MORE_CHANGES += [case[:2] for name, case in CHANGES.items() if name != "bfloat16"]
+def set_norm(model, layer, data):
+    model.layers[layer].input_layernorm.weight.data = data
+
+
+MORE_CHANGES = {  # of a model, whatever was done to it before
+    "a hook": lambda m: m.layers[1].self_attn.register_forward_hook(double),
+    "a pre-hook": lambda m: m.layers[2].mlp.gate_proj.register_forward_pre_hook(double),
+    "a hook of all": lambda m: nn.modules.module.register_module_forward_hook(double),
+    "a pre-hook of all": lambda m: nn.modules.module.register_module_forward_pre_hook(double),
+    "other blocks in place": lambda m: blocks_of(m).copy_(blocks_of(m).flip(0)),
+    "other blocks": lambda m: setattr(blocks_of(m), "data", blocks_of(m).flip(0)),
+    "fewer blocks": lambda m: setattr(blocks_of(m), "data", blocks_of(m)[:8]),
+    "each second number as norm": lambda m: set_norm(m, 0, torch.linspace(0.5, 2, 256)[::2]),
+    "half a norm": lambda m: set_norm(m, 2, torch.ones(64)),
+    "share_memory": nn.Module.share_memory,
+    "a copy": copy.deepcopy,
+    "a pickle": lambda m: pickle.loads(pickle.dumps(m)),
+}
+MORE_CHANGES |= {
+    name: partial(change_model, path=path, change=change)
+    for name, (path, change, _) in CHANGES.items()
+    if name != "bfloat16"
+}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -316,12 +324,12 @@ def test_random_changes_between_steps_of_random_models(seed):
     new_cache = partial(llama2.Cache, plain.config, dtype=r.choice([torch.half, torch.float]))
     caches = [new_cache(), new_cache()]
     for _ in range(8):
-        change = r.choice(MORE_CHANGES)
+        change = r.choice([*MORE_CHANGES.values()])
         if hooks and r.random() < 0.3:
             for hook in hooks.pop():
                 hook.remove()
         else:
-            results = [outcome(change_model, model, *copy.deepcopy(change)) for model in models]
+            results = [outcome(copy.deepcopy(change), model) for model in models]
             if isinstance(results[0], llama2.Llama):
                 models = results
             if hasattr(results[0], "remove"):
@@ -384,17 +392,7 @@ BETWEEN_STEPS = {  # what is done to a model and its cache; most change one thin
     "shape of a weight": lambda m, c: hold(m, FIRST, lambda t: t[:1]),
     "strides of a weight": lambda m, c: hold(m, FIRST, lambda t: t.as_strided((128,), (0,))),
     "dtype of a weight": lambda m, c: hold(m, LAST, lambda t: t.view(torch.bfloat16)[:128]),
-    "blocks": lambda m, c: setattr(blocks_of(m), "data", blocks_of(m).flip(0)),
-    "in place": lambda m, c: blocks_of(m).copy_(blocks_of(m).flip(0)),
-    "eps": lambda m, c: setattr(m.norm, "eps", 10.0),
-    "order of layers": lambda m, c: m.layers.append(m.layers.pop(0)),
-    "a module": lambda m, c: setattr(m.layers[0], "mlp", nn.Identity()),
     "a class": lambda m, c: setattr(m.layers[1].mlp, "__class__", HalfMLP),
-    "a hook": lambda m, c: m.layers[1].self_attn.register_forward_hook(double),
-    "a pre-hook": lambda m, c: m.layers[2].mlp.up_proj.register_forward_pre_hook(double),
-    "a hook of all": lambda m, c: nn.modules.module.register_module_forward_hook(double),
-    "a pre-hook of all": lambda m, c: nn.modules.module.register_module_forward_pre_hook(double),
-    "forward": lambda m, c: setattr(m.layers[0].mlp, "forward", lambda x: x),
     "keys": lambda m, c: setattr(c, "k", c.k * 2),
     "values": lambda m, c: setattr(c, "v", c.v.flip(3)),
     "dtype of values": as_integers,
@@ -408,9 +406,11 @@ BETWEEN_STEPS = {  # what is done to a model and its cache; most change one thin
     "truncate": lambda m, c: c.truncate(c.pos // 2),
     "reset": lambda m, c: c.reset(),
     "a prompt": lambda m, c: m(TOKENS, c),
-    "load_state_dict": lambda m, c: CHANGES["load_state_dict"][1](m),
-    "no grad": lambda m, c: m.requires_grad_(False),
-    "share_memory": lambda m, c: m.share_memory(),
+}
+BETWEEN_STEPS |= {
+    name: lambda m, c, change=change: copy.deepcopy(change)(m)
+    for name, change in MORE_CHANGES.items()
+    if name not in ("a copy", "a pickle")
 }
 
 
@@ -431,8 +431,6 @@ def test_random_changes_between_captured_steps(graph, name):  # noqa: F811
                 results = [outcome(BETWEEN_STEPS[change], *p) for p in zip(models, caches)]
                 if hasattr(results[0], "remove"):
                     hooks += results
-                if "of all" in change:
-                    hooks.pop().remove()  # there is one for both models
                 for _ in range(4):
                     tokens = torch.tensor([[r.randrange(100)]])
                     results = [outcome(*call) for call in zip(models, [tokens] * 2, caches)]

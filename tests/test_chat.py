@@ -226,11 +226,15 @@ def bare(tmp_path_factory):
     return load(folder(tmp_path_factory.mktemp("bare"), None))
 
 
-def written(tokenizer, messages, template=None, **options):
-    """What the ids of a chat say, control tokens as their texts."""
-    ids = llama2.encode_chat(tokenizer, messages, template, **options)
+def text_of(tokenizer, ids):
+    """What ids say, control tokens as their texts."""
     texts = (tokenizer.token_bytes(i) or tokenizer.pieces[i].encode() for i in ids)
     return b"".join(texts).decode()
+
+
+def written(tokenizer, messages, template=None, **options):
+    """What the ids of a chat say."""
+    return text_of(tokenizer, llama2.encode_chat(tokenizer, messages, template, **options))
 
 
 WORDS = "hi|b |\n| c|{{ x }}|\u65e5|'|\"|\U0001f999||<think>x</think>"
@@ -324,27 +328,6 @@ def test_one_function_says_what_ends_a_text(bare):
     assert stream.generation.stop_ids == with_eot
 
 
-EVERYWHERE = """[{"role": "system", "content": "X"}, {"role": "user", "content": "X"},
-{"role": "assistant", "content": "X", "tool_calls": [{"function": {"name": "clock", "arguments":
-{"X": ["X"]}}}]}, {"role": "user", "content": "X"}]"""
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_message_makes_a_control_token(tmp_path, family):
-    """Whatever it says, and wherever: in a content, an argument, a variable."""
-    ours = load(folder(tmp_path, FAMILIES[family][0]))
-
-    def encode(x):
-        messages = json.loads(EVERYWHERE.replace("X", x))[family == "mistral 0.1" :]
-        return llama2.encode_chat(ours, messages, tools=[{x: x}], date_string=x)
-
-    innocent = encode("<x>")
-    for text in CONTROL:
-        ids = encode(text)
-        assert [i for i in ids if i >= 256] == [i for i in innocent if i >= 256]
-        assert ours.decode(ids) == ours.decode(innocent).replace("<x>", text)
-
-
 def test_a_character_may_be_a_control_token(tmp_path):
     """White space, which a template trims, or what JSON writes as two characters."""
     template = "{{ messages[0].content | trim }}\n{{ messages[0].content | tojson }}"
@@ -356,17 +339,18 @@ def test_a_character_may_be_a_control_token(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Pieces of control tokens, which a template writes side by side or puts brackets around
+# Control tokens and pieces of them, which a template writes side by side or puts brackets around
 
 BRACKETS = """{% for m in messages %}<{{ m.content }}>{{ '<|' ~ m.content ~ '|>' }}
 {%- for c in m.tool_calls or [] %}{% for key, x in c.function.arguments.items() %}
 {{- '<' ~ key ~ '>' ~ x ~ '</' ~ key ~ '>' }}{% endfor %}{% endfor %}[{{- m.content -}}]
 {%- endfor %}{% for t in tools or [] %}{% for key, x in t.function.parameters.properties.items() %}
 {{- '<|%s|>' % key }}<{{ key }}>{{ x }}{% endfor %}{% endfor %}"""
-JINJA = Path(os.environ.get("CHAT_TEMPLATES", "nowhere")).glob(
-    "*.jinja"
-)  # llama.cpp's, for example
-SOURCES = {name: template for name, (template, _, _) in FAMILIES.items()} | {"brackets": BRACKETS}
+SIDE_BY_SIDE = "{% for m in messages %}{{ m.content | trim }}{% endfor %}{{ messages | string }}"
+# Of CHAT_TEMPLATES, too: a folder such as llama.cpp has.
+JINJA = Path(os.environ.get("CHAT_TEMPLATES", "nowhere")).glob("*.jinja")
+SOURCES = {name: template for name, (template, _, _) in FAMILIES.items()}
+SOURCES |= {"brackets": BRACKETS, "side by side": SIDE_BY_SIDE}
 SOURCES |= {path.stem: path.read_text("utf-8") for path in JINJA}
 TAG = r"<[\w/|\uff5c][^<>'\"\s]{0,40}>|\[/?[A-Z_]{2,20}\]"  # what may be a control token
 COUNT = int(os.environ.get("FUZZ", "40"))
@@ -380,13 +364,12 @@ def own(text):
 
 
 def pieces_of(chance, controls):
-    """The pieces of control tokens, one after the other, each in two or three."""
+    """The pieces of control tokens, one after the other, each whole or in two or three."""
     while True:
         text = chance.choice(controls)
-        places = sorted(
-            chance.sample(range(1, len(text)), min(len(text) - 1, chance.choice([1, 2])))
-        )
-        for start, end in zip([0, *places], [*places, None], strict=True):
+        cuts = min(len(text) - 1, chance.choice([0, 1, 2]))
+        places = [0, *sorted(chance.sample(range(1, len(text)), cuts)), None]
+        for start, end in itertools.pairwise(places):
             yield chance.choice(["", "", "", " "]) + text[start:end] + chance.choice(["", "", "\n"])
 
 
@@ -432,7 +415,7 @@ def called(*arguments):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_no_pieces_become_a_control_token(tmp_path, name):
-    """The vocabulary has each token twice: as the template writes it, and in the messages' pieces."""
+    """The vocabulary has each token twice: as the template writes it, and in messages and variables."""
     source = SOURCES[name].replace(r"\uff5c", "\uff5c")
     controls = sorted({*re.findall(TAG, source), *CONTROL}, key=len, reverse=True)
     for text in controls:
@@ -445,7 +428,8 @@ def test_no_pieces_become_a_control_token(tmp_path, name):
     for _ in range(COUNT):
         messages, tools = conversation_of(chance, controls)
         try:
-            ids = llama2.encode_chat(ours, messages, tools=tools, documents=None)
+            date = chance.choice(controls)
+            ids = llama2.encode_chat(ours, messages, tools=tools, documents=None, date_string=date)
         except ValueError:  # the template takes other roles, or other tools
             continue
         accepted += 1
@@ -454,20 +438,6 @@ def test_no_pieces_become_a_control_token(tmp_path, name):
         assert not made, (messages, tools)
         assert not re.search(r"~\d{9,}~", ours.decode(ids))
     assert accepted or name not in FAMILIES
-
-
-def test_every_split_of_every_control_token(tmp_path):
-    """Over two and three messages of one role that are written side by side."""
-    template = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
-    ours = load(folder(tmp_path, template))
-    for text in CONTROL:
-        for i, j in itertools.combinations(range(len(text) + 1), 2):
-            parts = [text[:i], text[i:j] + "\n", " " + text[j:]]
-            messages = [{"role": "user", "content": part} for part in parts]
-            assert written(ours, messages) == text
-            ids = llama2.encode_chat(ours, messages)
-            assert all(i < 256 for i in ids), parts
-            assert llama2.encode_chat(ours, messages, "{{ messages | string }}")  # a list's repr
 
 
 COMPARED = """{% for t in tools %}{% if t.type == 'function' %}{{ '<|' ~ t.type ~ '|>' }}

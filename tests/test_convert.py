@@ -17,7 +17,7 @@ import llama2
 
 pytest.importorskip("safetensors")
 import convert
-from test_config import LLAMA_3, assert_as_transformers
+from test_config import assert_as_transformers
 
 from test_llama2 import (
     FORMS,
@@ -277,21 +277,6 @@ def test_quantised_weights_as_a_folder(tmp_path, options, dtype, tolerance):
     settings = check_folder(folder, source, tolerance)
     assert settings["torch_dtype"] == dtype
     assert settings["tie_word_embeddings"]
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear", "factor": 4.0},
-        LLAMA_3 | {"original_max_position_embeddings": 8192},
-    ],
-)
-def test_rope_scaling_is_kept(write_model, tmp_path, rope):
-    """From config.json to a GGUF file and to a folder that transformers reads."""
-    change = {"rope_parameters": rope | {"rope_theta": 20000.0}}
-    source = write_model(change)
-    folder = converted(converted(source, tmp_path / "b.gguf"), tmp_path / "c")
-    assert check_folder(folder, source)["rope_scaling"] == rope
 
 
 def test_folders_that_are_refused(write_tiny, tensors, tmp_path, capsys):

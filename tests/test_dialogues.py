@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 pytest.importorskip("tokenizers")
 
-from test_chat import FAMILIES, folder, load, load_theirs
+from test_chat import FAMILIES, folder, load, load_theirs, text_of
 from training import dialogues
 
 import llama2
@@ -31,47 +31,26 @@ TEMPLATES |= llama2.CHAT_TEMPLATES | {path.stem: path.read_text("utf-8") for pat
 TAG = r"<\|[\w:]+\|>|<\uff5c[^<>]+?\uff5c>|\[/?[A-Z_]+\]|</?(?:start_of_turn|end_of_turn|think)>"
 
 
-def message(role, content, **more):
-    return {"role": role, "content": content} | more
-
-
-def call(**arguments):
-    return {"id": "abcdefgh1", "function": {"name": "wind", "arguments": arguments}}
-
-
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "c"}}}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "wind", "description": "d", "parameters": SCHEMA},
-    }
-]
-U, A = "user", "assistant"
-SHAPES = {
-    "system": [message("system", "SYS1"), message(U, "QUE1"), message(A, "ANS1")],
-    "turns": [
-        message(role, f"{word}{i}") for i in (1, 2, 3) for role, word in ((U, "QUE"), (A, "ANS"))
-    ],
-    "tools": [
-        message(U, "QUE1"),
-        message(A, "", tool_calls=[call(city="ROME")]),
-        message("tool", "RES1", tool_call_id="abcdefgh1"),
-        message(A, "ANS2"),
-    ],
-    "reasoning": [
-        message(U, "QUE1"),
-        message(A, "ANS1", reasoning_content="THO1"),
-        message(U, "QUE2"),
-        message(A, "ANS2", reasoning="THO2"),
-    ],
-    "two answers": [message(U, "QUE1"), message(A, "ANS1"), message(A, "ANS2")],
-    "weights": [
-        message(U, "QUE1"),
-        message(A, "ANS1", weight=0),
-        message(U, "QUE2"),
-        message(A, "ANS2", weight=1),
-    ],
-}
+TOOLS = json.loads("""[{"type": "function", "function": {"name": "wind", "description": "d", "parameters":
+{"type": "object", "properties": {"city": {"type": "string", "description": "c"}}}}}]""")
+SHAPES = json.loads("""{
+"system": [{"role": "system", "content": "SYS1"}, {"role": "user", "content": "QUE1"},
+{"role": "assistant", "content": "ANS1"}],
+"turns": [{"role": "user", "content": "QUE1"}, {"role": "assistant", "content": "ANS1"},
+{"role": "user", "content": "QUE2"}, {"role": "assistant", "content": "ANS2"},
+{"role": "user", "content": "QUE3"}, {"role": "assistant", "content": "ANS3"}],
+"tools": [{"role": "user", "content": "QUE1"},
+{"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefgh1", "function": {"name": "wind",
+"arguments": {"city": "ROME"}}}]},
+{"role": "tool", "content": "RES1", "tool_call_id": "abcdefgh1"}, {"role": "assistant", "content": "ANS2"}],
+"reasoning": [{"role": "user", "content": "QUE1"},
+{"role": "assistant", "content": "ANS1", "reasoning_content": "THO1"},
+{"role": "user", "content": "QUE2"}, {"role": "assistant", "content": "ANS2", "reasoning": "THO2"}],
+"two answers": [{"role": "user", "content": "QUE1"}, {"role": "assistant", "content": "ANS1"},
+{"role": "assistant", "content": "ANS2"}],
+"weights": [{"role": "user", "content": "QUE1"}, {"role": "assistant", "content": "ANS1", "weight": 0},
+{"role": "user", "content": "QUE2"}, {"role": "assistant", "content": "ANS2", "weight": 1}]
+}""")
 WORD = re.compile("(?:SYS|QUE|ANS|RES|THO)\\d|ROME")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
@@ -125,7 +104,7 @@ def marked(template, messages, tools, i):
     answer = answered[len(common) :]
     last = ""
     with suppress(TypeError):  # a template that takes no dialogue without tools
-        last = render(template, [message(U, "QUE1"), message(A, "ANS1")], None, False)
+        last = render(template, SHAPES["two answers"][:2], None, False)
     if "</s>" in answer:
         answer = answer[: answer.rindex("</s>") + 4]
     elif not last.rpartition("ANS1")[2].strip():  # the template leaves open where an answer ends
@@ -133,12 +112,6 @@ def marked(template, messages, tools, i):
     assert {*WORD.findall(json.dumps(messages[i]))} == {*WORD.findall(answer)}
     assert not tools or "wind" in prompt
     return prompt[: len(prompt) - len(asked) + len(common)], answer
-
-
-def text_of(tokenizer, ids):
-    """What ids say, control tokens as their texts."""
-    texts = (tokenizer.token_bytes(i) or tokenizer.pieces[i].encode() for i in ids)
-    return b"".join(texts).decode()
 
 
 def learned_in(tokenizer, samples):
@@ -163,7 +136,7 @@ def test_what_is_learned(tmp_path, name, shape):
     tokenizer = load(folder(tmp_path, template, tags))
     tools = TOOLS if shape == "tools" else None
     messages = [normal(message) for message in given]
-    wanted = [i for i, m in enumerate(given) if m["role"] == A and m.get("weight", 1)]
+    wanted = [i for i, m in enumerate(given) if m["role"] == "assistant" and m.get("weight", 1)]
     try:
         expected = [marked(template, messages, tools, i) for i in wanted]
     except Exception:  # noqa: BLE001

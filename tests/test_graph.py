@@ -92,19 +92,16 @@ def test_other_passes_are_plain(graph, pair):  # noqa: F811
     assert fast.norm.weight.grad is not None
 
 
-@pytest.mark.parametrize("window", [9, 300])
-def test_steps_within_a_sliding_window(graph, pair, window):  # noqa: F811
+def test_steps_within_a_sliding_window(graph, pair):  # noqa: F811
     """They are captured; the token that would go beyond the window is refused, as without a graph."""
+    plain, fast = pair
+    fast.config = llama2.replace(CONFIG, sliding_window=9)
     ours, theirs = llama2.Cache(CONFIG), llama2.Cache(CONFIG)
-    for model in pair:
-        model.config = llama2.replace(CONFIG, sliding_window=window)
     for part in TOKENS[:1, :9].split(1, 1):
-        results = [model(part, cache) for model, cache in zip(pair, (theirs, ours), strict=True)]
-        assert_close(results[1], results[0], 1e-5)
-    assert [step.replay is not None for step in steps_of(graph, pair[1])] == [True]
-    if window == 9:
-        with pytest.raises(ValueError, match="sliding window has, 9"):
-            pair[1](TOKENS[:1, :1], ours)
+        assert_close(fast(part, ours), plain(part, theirs), 1e-5)
+    assert [step.replay is not None for step in steps_of(graph, fast)] == [True]
+    with pytest.raises(ValueError, match="sliding window has, 9"):
+        fast(TOKENS[:1, :1], ours)
 
 
 def test_modes_of_torch(graph, pair):  # noqa: F811
@@ -124,45 +121,6 @@ def test_modes_of_torch(graph, pair):  # noqa: F811
     with torch.autocast("cpu", torch.bfloat16):
         results = [m(TOKENS[:1, :1], llama2.Cache(CONFIG)) for m in pair]
     assert torch.equal(*results) and not torch.equal(results[0], plain(TOKENS[:1, :1])[:, 0])
-
-
-def poison(cache):
-    cache.k[:, :, :, cache.pos + 1 :] = torch.nan
-
-
-def poison_values(cache):
-    cache.v[:, :, :, cache.pos + 1 :] = torch.inf
-
-
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("act", [poison, poison_values])
-def test_what_lies_behind_the_position_harms_nobody(pair, act, inference):
-    plain, fast = pair
-    with torch.inference_mode(inference):
-        ours, theirs = llama2.Cache(CONFIG), llama2.Cache(CONFIG)
-        for tokens in TOKENS[:1, :12].split(1, 1):
-            expected = plain(tokens, theirs)
-            act(ours)
-            assert_close(fast(tokens, ours), expected, 1e-5)
-
-
-@pytest.mark.parametrize("other", [False, True])
-def test_a_cache_that_overflowed_is_used_again(graph, pair, other):  # noqa: F811
-    """Slots that replays filled with NaN, of this model or of another with the same cache."""
-    plain, fast = pair
-    ours, theirs = llama2.Cache(CONFIG), llama2.Cache(CONFIG)
-    broken = copy.deepcopy(fast) if other else fast
-    weight = broken.layers[0].self_attn.v_proj.weight
-    for model, cache in ((plain, theirs), (fast, ours)):
-        model(TOKENS[:1, :2], cache)
-        model(TOKENS[:1, 2:3], cache)
-    kept = weight.clone()
-    weight.fill_(torch.nan)
-    assert broken(TOKENS[:1, 3:4], ours).isnan().all()
-    assert broken(TOKENS[:1, 4:5], ours).isnan().all()
-    weight.copy_(kept)
-    ours.truncate(3)
-    assert_close(fast(TOKENS[:1, 3:4], ours), plain(TOKENS[:1, 3:4], theirs), 1e-5)
 
 
 def test_copies_hold_no_graph(graph, pair):  # noqa: F811

@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from save import save_gguf
 
 import llama2
-from test_llama2 import cases, raises, write_files
+from test_llama2 import cases, write_files
 
 # --------------------------------------------------------------------------------------------------
 # What must come of each file
@@ -154,17 +153,3 @@ def test_only_regular_files_are_read(directory, tmp_path, name):
         path.unlink(missing_ok=True)
         path.symlink_to(target)
         assert name in outcome(path if name == "a.gguf" else path.parent)
-
-
-# --------------------------------------------------------------------------------------------------
-# Numbers beyond a type
-
-
-def test_numbers_beyond_f16(write_tiny, tmp_path, tensors):
-    """Weights that would become infinite are refused, and the target is not touched."""
-    path = write_tiny(None, {"output.weight": tensors["output.weight"] * 1e6})
-    for ggml_type in ("F16", "Q4_0"):
-        raises(
-            "output.weight", save_gguf, llama2.open_checkpoint(path), tmp_path / "b.gguf", ggml_type
-        )
-    assert os.listdir(tmp_path) == ["x.gguf"]

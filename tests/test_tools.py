@@ -475,16 +475,6 @@ def test_responses(responses, tell):
         assert response.usage.output_tokens_details.reasoning_tokens > 2
 
 
-def test_responses_with_a_form_or_a_limit(responses, tell):
-    pydantic = pytest.importorskip("pydantic")
-    City = pydantic.create_model("City", city=str)
-    tell('{"city": "Rome"}')
-    assert responses.parse(model="m", input="A", text_format=City).output_parsed.city == "Rome"
-    cut = responses.create(model="m", input="A", max_output_tokens=2)
-    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert cut.output[0].status == "incomplete"
-
-
 REFUSED = """{"previous_response_id": 5, "conversation": "x", "background": true, "include": ["x"],
 "max_tokens": 5, "n": 2, "tool_choice": {"type": "web_search"}, "input": [{"type": "item_reference"}],
 "messages": [], "max_output_tokens": -1, "response_format": {"type": "json_object"}}"""
@@ -927,19 +917,6 @@ def test_calls_that_were_cut(sessions, tell, started, tokenizer, name):
     shown = [tokenizer.decode(ids) for ids, _ in started]
     assert shown[0] == shown[1]
     assert cut in shown[0] or json.dumps(cut)[1:-1] in shown[0]
-
-
-def test_names_that_are_wrong_are_told(sessions):
-    """Those of tools, too, where the template makes a control token of them."""
-    source = "{% for m in messages %}[/{{ m.role }}]{{ m.content }}{% endfor %}"
-    source += "{% for tool in tools or [] %}[/{{ tool.function.name }}]{% endfor %}"
-    tool = {"type": "function", "function": {"name": "THINK"}}  # a part of [/THINK]
-    for body in (
-        {"messages": QUESTION, "tools": [tool]},
-        {"messages": [{"role": "THINK", "content": "A"}], "tools": TOOLS},
-    ):
-        error = sessions(source).post(CHAT, json=body).json()["error"]
-        assert error["message"].startswith("messages: the role or name 'THINK'")
 
 
 def test_a_stream_says_that_it_is_alive(sessions, tell, monkeypatch):

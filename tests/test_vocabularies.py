@@ -203,19 +203,6 @@ def test_no_text_becomes_a_control_token_by_a_normalizer_or_a_space(tmp_path, co
     assert ids.count(end) == 2
 
 
-def test_padding_of_the_unknown_type():
-    """Older converters of llama.cpp write it; llama-tokenize treats it as control tokens."""
-    pads = [("[PAD1]", 2), ("[PAD2]", 2)]
-    ours, expected = (
-        llama2.Tokenizer(llama2.vocabulary_from_gguf(some_pieces(KEYS, SIZE, added)))
-        for added in (pads, [(text, 3) for text, _ in pads])
-    )
-    assert ours.types == expected.types and ours.types[0] == 2
-    for options in ({}, {"parse_special": True}):
-        text = "a[PAD1]\u00e9 ab"
-        assert ours.encode(text, **options) == expected.encode(text, **options)
-
-
 def test_types_of_an_old_file():
     """As llama.cpp's converter once wrote it, with <unk> as a control token: Phi 3's file is one. What
     ends a text by its own text is a control token there, though the file calls it user-defined."""
@@ -233,17 +220,12 @@ def test_types_of_an_old_file():
 def test_what_has_a_name_is_a_control_token(tmp_path, tokenizer, form):
     """In every form of a model, also where it was added as user-defined; transformers skips it, too."""
     named = {"pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    pad, text = 320, "the"
     if form == "keys":
-        keys = vocabulary_keys(tokenizer.vocabulary, 320)
-        texts, types = (
-            keys["tokenizer.ggml.tokens"] + ["<pad>"],
-            keys["tokenizer.ggml.token_type"] + [4],
-        )
-        scores = keys["tokenizer.ggml.scores"] + [0.0]
-        keys |= {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": types}
-        keys |= {"tokenizer.ggml.scores": scores, "tokenizer.ggml.padding_token_id": 320}
+        pad, text = SIZE, "ab"
+        keys = some_pieces(KEYS, SIZE, [("<pad>", 4)]) | {"tokenizer.ggml.padding_token_id": SIZE}
         ours = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
-        assert types[-1] == 4  # of the caller
+        assert keys["tokenizer.ggml.token_type"][-1] == 4  # of the caller
     else:
         content = llama2_json(tokenizer, legacy=True)
         content["added_tokens"].append(FLAGS | {"id": 320, "content": "<pad>", "special": False})
@@ -253,13 +235,13 @@ def test_what_has_a_name_is_a_control_token(tmp_path, tokenizer, form):
             files = {form: tokenizer.model, "tokenizer_config.json": named | added}
         write_files(tmp_path, files)
         ours = llama2.Tokenizer.from_file(tmp_path / form, llama2.Config(vocab_size=321))
-    the = ours.encode("the", bos=False)
-    assert ours.types[320] == 3 and ours.decode([*the, 320]) == "the"
-    assert 320 not in ours.encode("<pad>") and ours.special_tokens["pad_token"] == "<pad>"
+    ids = ours.encode(text, bos=False)
+    assert ours.types[pad] == 3 and ours.decode([*ids, pad]) == text
+    assert pad not in ours.encode("<pad>") and ours.special_tokens["pad_token"] == "<pad>"
     if form == "tokenizer.json":
         transformers = pytest.importorskip("transformers")
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        assert theirs.decode([*the, 320], skip_special_tokens=True) == theirs.decode(the)
+        assert theirs.decode([*ids, pad], skip_special_tokens=True) == theirs.decode(ids)
 
 
 # Settings, and the ids of three texts, of transformers 4.57.6.
@@ -395,49 +377,41 @@ def test_a_mark_within_a_word_is_its_token(tmp_path, tokenizer):
     assert marked(found, "the</s>fox").count(found.eos_id) == 1
 
 
-def test_merges_that_sentencepiece_would_add(tmp_path, tokenizer):
-    """Merges that were trained otherwise are refused: the ids would be others, silently."""
-    content = llama2_json(tokenizer, legacy=True)
-    content["model"]["merges"].pop()
-    raises("GGUF cannot say that .* are not merged", saved, read_json(tmp_path, content), 320)
+PREPEND_ONLY, REPLACE_ONLY = PREPEND["normalizers"]
+TOOL = FLAGS | {"id": 319, "content": "<tool>", "special": False, "normalized": True}
 
 
-PREPEND_ONLY, REPLACE_ONLY = (PREPEND["normalizers"][i] for i in (0, 1))
-NORMALIZERS = {  # steps before the model that GGUF cannot say
-    "alone": PREPEND_ONLY,
-    "twice": PREPEND | {"normalizers": [PREPEND_ONLY, PREPEND_ONLY, REPLACE_ONLY]},
-    "none": None,
-}
+def with_tool(tokenizer, normalizer):
+    """A tokenizer.json in which add_tokens() has added <tool>, normalized as by default."""
+    content = llama2_json(tokenizer, normalizer is not None) | {"normalizer": normalizer}
+    content["added_tokens"].append(TOOL)
+    last = tokenizer.pieces[319]
+    del content["model"]["vocab"][last]
+    merges = content["model"]["merges"]
+    content["model"]["merges"] = [pair for pair in merges if last not in (*pair, "".join(pair))]
+    return content
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
-def test_spaces_that_gguf_cannot_say(tmp_path, tokenizer, name):
-    """They would be others in the file, and so would the ids."""
-    content = llama2_json(tokenizer, legacy=True) | {"normalizer": NORMALIZERS[name]}
-    raises("GGUF has no name for", saved, read_json(tmp_path, content), 320)
-
-
-@pytest.mark.parametrize("normalizer", [PREPEND, REPLACE_ONLY, None])
-def test_added_tokens_that_are_normalized(tmp_path, tokenizer, normalizer):
-    """By default those of add_tokens() are. It changes them where there is a normalizer."""
-    content = llama2_json(tokenizer, legacy=normalizer is not None)
-    if normalizer is not None:
-        content["normalizer"] = normalizer
-    last = content["added_tokens"][2] | {"id": 319, "content": "<tool>", "special": False}
-    content["added_tokens"].append(last | {"normalized": True})
-    del content["model"]["vocab"][tokenizer.pieces[319]]
-    content["model"]["merges"] = [
-        pair
-        for pair in content["model"]["merges"]
-        if tokenizer.pieces[319] not in (*pair, "".join(pair))
-    ]
-    ours = read_json(tmp_path, content)
-    if normalizer is not None:
-        raises("GGUF cannot say that '<tool>' is normalized", saved, ours, 320)
-        return
-    again = saved(ours, 320)
+def test_added_tokens_that_are_normalized_without_a_normalizer(tmp_path, tokenizer):
+    ours = read_json(tmp_path, with_tool(tokenizer, None))
     for text in ("a<tool>b", "<tool> the<tool>", "the <tool>fox"):
-        assert again.encode(text, bos=False) == ours.encode(text, bos=False)
+        assert saved(ours, 320).encode(text, bos=False) == ours.encode(text, bos=False)
+
+
+def test_what_gguf_cannot_say(tmp_path, tokenizer):
+    """Refused: the ids would be others, silently."""
+    content = llama2_json(tokenizer, legacy=True)
+    merges = content["model"] | {"merges": content["model"]["merges"][:-1]}
+    twice = PREPEND | {"normalizers": [PREPEND_ONLY, PREPEND_ONLY, REPLACE_ONLY]}
+    for wrong, said in (
+        (content | {"model": merges}, "GGUF cannot say that .* are not merged"),
+        (content | {"normalizer": PREPEND_ONLY}, "GGUF has no name for"),
+        (content | {"normalizer": twice}, "GGUF has no name for"),
+        (content | {"normalizer": None}, "GGUF has no name for"),
+        (with_tool(tokenizer, PREPEND), "GGUF cannot say that '<tool>' is normalized"),
+        (with_tool(tokenizer, REPLACE_ONLY), "GGUF cannot say that '<tool>' is normalized"),
+    ):
+        raises(said, saved, read_json(tmp_path, wrong), 320)
 
 
 @pytest.mark.parametrize("legacy", [True, False])
