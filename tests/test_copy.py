@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from test_llama2 import (
     make_hf,
     quantised,
     raises,
+    ran,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -193,12 +193,11 @@ def test_types_suit_what_the_pages_show(tmp_path, tool):
         (tmp_path / f"shown{i}.py").write_text(text, "utf-8")
     paths = os.pathsep.join(map(str, (SCRIPT.parent, SCRIPT.parent / "examples")))
     paths = {"MYPYPATH": paths, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", *tool.split(), *(f"shown{i}.py" for i in range(len(code)))]
-    done = subprocess.run(
-        command, check=False, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True
-    )
-    errors = re.findall(r"shown\d+\.py:.* error: .*", done.stdout)
-    assert re.search(r"\d errors?|Success", done.stdout), done.stderr
+    names = [f"shown{i}.py" for i in range(len(code))]
+    command = [sys.executable, "-m", *tool.split(), *names]
+    _, said, problem = ran(*command, cwd=tmp_path, env=os.environ | paths)
+    errors = re.findall(r"shown\d+\.py:.* error: .*", said)
+    assert re.search(r"\d errors?|Success", said), problem
     assert [
         error for error in errors if '"backward"' not in error
     ] == []  # torch has no type for it

@@ -24,9 +24,20 @@ from training import dialogues
 import llama2
 from test_llama2 import dialogue, raises
 
+# What they write of an answer is not what they write of the same answer in a history.
+OURS = {
+    "thinks": """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last %}
+{{- m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{{ '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
+    "thinks in the prompt, and leaves the end open": """{% for m in messages %}
+{{- '<|im_start|>' + m.role + ' ' + m.content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant <think>' }}{% endif %}""",
+    "always writes a header": """{% for m in messages %}
+{{- '<|im_start|>' + m.role + ' ' + m.content + eos_token }}{% endfor %}{{ '<|im_start|>assistant' }}""",
+}
 FILES = sorted(Path(os.environ.get("TEMPLATES", "nowhere")).glob("*.jinja"))
 TEMPLATES = {name: template for name, (template, *_) in FAMILIES.items()}
-TEMPLATES |= llama2.CHAT_TEMPLATES | {path.stem: path.read_text("utf-8") for path in FILES}
+TEMPLATES |= OURS | llama2.CHAT_TEMPLATES | {path.stem: path.read_text("utf-8") for path in FILES}
 # Control tokens that templates write.
 TAG = r"<\|[\w:]+\|>|<\uff5c[^<>]+?\uff5c>|\[/?[A-Z_]+\]|</?(?:start_of_turn|end_of_turn|think)>"
 
@@ -153,65 +164,6 @@ def test_what_is_learned(tmp_path, name, shape):
             if (start + more).startswith(before + answer) and len(start) <= len(before + answer):
                 expected = [(before, (start + more).removeprefix(before))]
         assert found == expected
-
-
-# A template, a dialogue as test_llama2.dialogue() has it, and its sequences: what is learned stands
-# in braces, and "|" ends a line. The first templates write what came before in another way.
-FROZEN = """
-mistral
-s:SYS u:Q1 a:A1 u:Q2 a:A2
-<s>[INST] SYS||Q1[/INST]{ A1</s>}
-<s>[INST] Q1[/INST] A1</s>[INST] SYS||Q2[/INST]{ A2</s>}
-
-thinks
-u:Q1 a:<think>T1</think>A1 u:Q2 a:<think>T2</think>A2
-<|im_start|>user|Q1<|im_end|>|<|im_start|>assistant|{<think>T1</think>A1<|im_end|>|}
-<|im_start|>user|Q1<|im_end|>|<|im_start|>assistant|A1<|im_end|>|<|im_start|>user|Q2<|im_end|>|<|im_start|>assistant|{<think>T2</think>A2<|im_end|>|}
-
-thinks in the prompt, and leaves the end open
-u:Q1 a:A1 u:Q2 a:A2
-<|im_start|>user Q1<|im_start|>assistant {A1</s>}
-<|im_start|>user Q1<|im_start|>assistant A1<|im_start|>user Q2<|im_start|>assistant {A2</s>}
-
-always writes a header
-u:Q1 a:A1 u:Q2 a:A2
-<|im_start|>user Q1</s><|im_start|>assistant{ A1</s>}<|im_start|>user Q2</s><|im_start|>assistant{ A2</s>}
-
-llama-2
-s:SYS u:Q1 a:A1 u:Q2 a:~A2~
-<s>[INST] <<SYS>>|SYS|<</SYS>>||Q1 [/INST]{ A1 </s>}<s>[INST] Q2 [/INST]{ A2 </s>}
-
-chatml
-a:A0 u:Q1 a:A1 a:A2
-<|im_start|>assistant|A0<|im_end|>|<|im_start|>user|Q1<|im_end|>|<|im_start|>assistant|{A1<|im_end|>|}<|im_start|>assistant|{A2<|im_end|>|}
-"""
-OURS = {
-    "thinks": """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last %}
-{{- m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{{ '<|im_end|>\n' }}
-{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
-    "thinks in the prompt, and leaves the end open": """{% for m in messages %}
-{{- '<|im_start|>' + m.role + ' ' + m.content }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant <think>' }}{% endif %}""",
-    "always writes a header": """{% for m in messages %}
-{{- '<|im_start|>' + m.role + ' ' + m.content + eos_token }}{% endfor %}{{ '<|im_start|>assistant' }}""",
-}
-
-
-@pytest.mark.parametrize("case", FROZEN.strip().split("\n\n"), ids=lambda case: case.split("\n")[0])
-def test_sequences(tmp_path, case):
-    """The history is that of the prompt; an answer that begins another sequence has none of its own."""
-    name, said, *expected = case.split("\n")
-    tokenizer = load(folder(tmp_path, OURS.get(name, name)))
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": dialogue(said)}))
-    found = []
-    for tokens, learned in dialogues.read_samples(path, tokenizer, OURS.get(name, name)):
-        text = ""
-        for i, token_id in enumerate(tokens.tolist()):
-            text += "{" * (learned[i] and not learned[i - 1]) + text_of(tokenizer, [token_id])
-            text += "}" * (learned[i] and not [*learned.tolist(), False][i + 1])
-        found.append(text.replace("\n", "|"))
-    assert found[::-1] == expected
 
 
 # Ten templates with transformers' tag: what stands before an answer, the answer, another message.

@@ -464,8 +464,6 @@ TEMPLATE = """{% for m in messages %}{{ m.role + (m.content or '') }}{% for c in
 
 def test_requests(cli_path, tmp_path, monkeypatch):
     """None fails, and none changes what another gets."""
-    from test_tools import join
-
     (tmp_path / "template").write_text(TEMPLATE)
     command = f"server --quiet --dtype float32 --context 256 --model {cli_path}"
     command += f" --chat-template {tmp_path}/template"
@@ -481,47 +479,19 @@ def test_requests(cli_path, tmp_path, monkeypatch):
         with limited():
             reply = client.post(request[0], content=request[1])
         assert reply.status_code in (200, 400, 404) and "server failed" not in reply.text
-        if reply.status_code == 200 and "/v1/chat" in request[0]:  # the same as a stream
-            asked = {**json.loads(request[1]), "temperature": 0, "cache_prompt": False}
-            bodies = [json.dumps(asked | {"stream": streamed}) for streamed in (False, True)]
-            whole = client.post(request[0], content=bodies[0]).json()
-            events = client.post(request[0], content=bodies[1]).text.split("\n\n")[:-2]
-            chunks = [json.loads(event[6:])["choices"] for event in events]
-            for choice in whole.get("choices", ()):
-                own = [c for chunk in chunks for c in chunk if c["index"] == choice["index"]]
-                message = join(c["delta"] for c in own if "role" not in c["delta"])
-                for one in (message, choice["message"]):
-                    for call in one.get("tool_calls", ()):
-                        del call["id"]
-                assert message == choice["message"]
-                assert own[-1]["finish_reason"] == choice["finish_reason"]
         assert client.post(path, content=body).json()["choices"] == first
 
 
 # --------------------------------------------------------------------------------------------------
 # Messages of what control tokens are made of, for vocabularies of both engines
 
-SIGNS = [
-    "<|im_end|>",
-    "<|Eot|>",
-    "<eot>",
-    "\u2581<EOT>",
-    "<\uff5cend\u2581of\uff5c>",
-    "[\u00c9ND]",
-    "\ufb01n",
-    "a",
-]
-NORMALIZERS = [
-    {"type": "NFKC"},
-    {"type": "NFD"},
-    {"type": "Lowercase"},
-    {"type": "StripAccents"},
-    {"type": "Strip", "strip_left": True, "strip_right": True},
-    {"type": "Prepend", "prepend": "\u2581"},
-    {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-    {"type": "Replace", "pattern": {"String": "!"}, "content": "<"},
-    {"type": "Replace", "pattern": {"Regex": "[#_]"}, "content": ""},
-]
+SIGNS = ["<|im_end|>", "<|Eot|>", "<eot>", "▁<EOT>", "<｜end▁of｜>", "[ÉND]", "ﬁn", "a"]
+NORMALIZERS = json.loads(r"""[{"type": "NFKC"}, {"type": "NFD"}, {"type": "Lowercase"},
+{"type": "StripAccents"}, {"type": "Strip", "strip_left": true, "strip_right": true},
+{"type": "Prepend", "prepend": "\u2581"},
+{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+{"type": "Replace", "pattern": {"String": "!"}, "content": "<"},
+{"type": "Replace", "pattern": {"Regex": "[#_]"}, "content": ""}]""")
 WIDE = {i: i + 0xFEE0 for i in range(33, 127)}
 CHANGES = [
     str,

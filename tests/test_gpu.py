@@ -4,7 +4,6 @@ import copy
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import llama2
-from test_llama2 import SCRIPT, assert_close, kernels_file, needs_kernels, random_blocks
+from test_llama2 import SCRIPT, assert_close, kernels_file, needs_kernels, ran, random_blocks
 
 pytest.importorskip("triton")
 pytestmark = [needs_kernels, pytest.mark.usefixtures("no_grad")]
@@ -187,16 +186,11 @@ def test_several_matrices_in_one_call(gpu):
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_interpreted():
     """The tests above, in a process of its own."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=SCRIPT.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout
-    assert "of its own" not in run.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    status, said, _ = ran(*command, env=environment, cwd=SCRIPT.parent)
+    assert status == 0, said
+    assert "of its own" not in said
 
 
 # --------------------------------------------------------------------------------------------------

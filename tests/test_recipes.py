@@ -3,14 +3,13 @@
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
 
 import llama2
-from test_llama2 import CONFIG, SCRIPT, TOKENS, assert_close, cut_text
+from test_llama2 import CONFIG, SCRIPT, TOKENS, assert_close, cut_text, ran
 
 ROOT = SCRIPT.parent
 DIFFS = re.findall(
@@ -59,10 +58,9 @@ def copied(tmp_path_factory, bundled):
 
 def run(folder, *command):
     """Run Python in the copy; returns what it printed."""
-    command = [sys.executable, *command]
-    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout, done.stderr
+    status, *said = ran(sys.executable, *command, cwd=folder)
+    assert status == 0, said
+    return said
 
 
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", "12")
