@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
-from batch import NotYet
+from batch import patiently
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -40,17 +40,6 @@ async def until_gone(receive: Any, log: list[str], group: Any) -> None:
     if not log:  # the work has not ended
         log.append("aborted: the client hung up")
     group.cancel_scope.cancel()
-
-
-def patiently(texts: Iterator[str]) -> Iterator[str | None]:
-    """The texts, and None where one waits for a pass of the model."""
-    while True:
-        try:
-            yield next(texts)
-        except NotYet:
-            yield None
-        except StopIteration:
-            return
 
 
 class Job:
@@ -215,6 +204,13 @@ class Job:
         self.reply(None)
 
     def complete_one(self, index: int, ids: list[int]) -> Iterator[None]:
+        """Continue a prompt; an error ends all."""
+        try:
+            yield from self.write(index, ids)
+        except Exception as error:  # noqa: BLE001 (memory that ran out, weights with NaN)
+            self.fail(error)
+
+    def write(self, index: int, ids: list[int]) -> Iterator[None]:
         """Continue a prompt; each time that it waits for a pass of the model, it yields."""
         if not self.is_begun:
             self.is_begun, self.start = True, time.perf_counter()
@@ -231,6 +227,8 @@ class Job:
         before = [self.session.tokenizer.decode(ids)] if self.echo else []
         try:
             for text in patiently(itertools.chain(before, stream, [""])):  # the last one ends it
+                if self.is_over:
+                    return
                 if text is None:
                     yield
                     continue

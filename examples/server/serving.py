@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from batch import Row, Rows
+from batch import Row, Rows, copy_tokens
 
 import llama2
 from server.guard import Refusal
@@ -79,40 +79,28 @@ class Session:
         self.wake.set()
 
     def work(self) -> None:
-        """The model's thread: one pass after another, for all answers that wait for it."""
-        running: dict = {}  # answers: iterators, and the Job of each
-        while self.jobs or not self.is_closed():
-            if not self.jobs:
-                self.wake.wait()
-            self.wake.clear()
+        """The model's thread."""
+        for _ in self.rows.write(self.begin):
+            pass
 
-            # 1. Who has gone makes room. Answers begin: the next one is of the job that has the
-            #    fewest of those that are written.
+    def begin(self, owners: list) -> Any:
+        """The next answer, and its Job: the one that has the fewest of those that are written. None if
+        all may go on, or at the end.
+        """
+        while True:
+            self.wake.clear()
             for job in [*self.jobs]:
                 if self.is_closed():
                     job.fail(Refusal(503, "the server is shutting down"))
                 if job.is_over:
                     self.jobs.remove(job)
-                    for answer in [answer for answer, its in running.items() if its is job]:
-                        answer.close()
-                        del running[answer]
-            while len(running) < self.parallel:
-                owners = [*running.values()]
-                waiting = [job for job in self.jobs if job.waiting and not job.is_over]
-                if not waiting:
-                    break
+            waiting = [job for job in self.jobs if job.waiting]
+            if waiting and len(owners) < self.parallel:
                 job = min(waiting, key=owners.count)
-                running[job.complete_one(*job.waiting.popleft())] = job
-
-            # 2. Each answer goes on until it waits for a pass, which is made for all.
-            for answer, job in [*running.items()]:
-                try:
-                    if next(answer, self) is self:
-                        del running[answer]
-                except Exception as error:  # noqa: BLE001 (memory that ran out, weights with NaN)
-                    del running[answer]
-                    job.fail(error)
-            self.rows.run()
+                return job.complete_one(*job.waiting.popleft()), job
+            if owners or self.is_closed():
+                return None
+            self.wake.wait()
 
     def take_cache(self, ids: list[int], reuse: bool) -> llama2.Cache:
         """The cache that shares most tokens with a prompt.
@@ -126,10 +114,7 @@ class Session:
         n = best.common_prefix(tokens) if reuse else 0
         cache = best if best in self.caches and n >= 0.9 * best.pos else self.caches[0]
         if cache is not best or not reuse:
-            cache.reset()
-            cache.k[:, :, :, :n] = best.k[:, :, :, :n]
-            cache.v[:, :, :, :n] = best.v[:, :, :, :n]
-            cache.advance(best.tokens[:, :n])
+            copy_tokens(best, cache, n)
         self.rows[:] = [row for row in self.rows if row.cache is not cache]
         return cache
 
@@ -297,9 +282,6 @@ class Scorer(Row):
     scores: list[Score] = field(default_factory=list)  # of tokens that are not shown yet
     length: int = 0  # of the text of all tokens, in characters
     shown: int = 0  # how many of them are shown
-
-    def __post_init__(self) -> None:
-        super().__init__()
 
     def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
         """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""
