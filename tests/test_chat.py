@@ -370,7 +370,11 @@ def pieces_of(chance, controls):
         cuts = min(len(text) - 1, chance.choice([0, 1, 2]))
         places = [0, *sorted(chance.sample(range(1, len(text)), cuts)), None]
         for start, end in itertools.pairwise(places):
-            yield chance.choice(["", "", "", " "]) + text[start:end] + chance.choice(["", "", "\n"])
+            before, behind = (
+                chance.choice(["", "", "", " ", "a "]),
+                chance.choice(["", "", "\n", "b"]),
+            )
+            yield before + text[start:end] + behind
 
 
 def conversation_of(chance, controls):
