@@ -169,30 +169,25 @@ RECOMMENDED = """
 
 
 @cases("content, stated", RECOMMENDED)
-def test_what_the_files_recommend_is_used(tmp_path, forms, write_tiny, capsys, content, stated):
+def test_what_the_files_recommend_is_used(tmp_path, forms, capsys, content, stated):
     """By generate(), the command line and the server, unless something else is said."""
     take_sampling = pytest.importorskip("server.fields").take_sampling
     stated = json.loads(stated)
-    int32 = gguf.GGUFValueType.INT32
-    typed = {n: (v, int32) if type(v) is int else v for n, v in stated.items()}
-    keys = {llama2.GGUF_SAMPLING[name]: value for name, value in typed.items()}
     folder = shutil.copytree(forms[0] / "hf_index", tmp_path / "folder")
     write_files(folder, {"generation_config.json": json.loads(content)})
-    for path in folder, write_tiny(keys):
-        model, _ = llama2.load(path)
-        expected = llama2.Sampling(**stated)
-        used = llama2.generate(model, [1, 5], max_new_tokens=1).sampling
-        for name in llama2.GGUF_SAMPLING:
-            assert getattr(used, name) == pytest.approx(getattr(expected, name))
-        asked = take_sampling({"min_p": 0.5}, model)
-        assert (asked.min_p, asked.temperature) == (0.5, pytest.approx(expected.temperature))
-        argv = ["--model", str(path), "--prompt=fox", "--max-new-tokens=1", "--top-p=0.5"]
-        assert llama2.main(argv) == 0
-        report = capsys.readouterr().err
-        said = f"temperature {expected.temperature:.6g} ({'model' if 'temperature' in stated else 'default'})"
-        assert said in report
-        said = f"penalty_last_n {expected.penalty_last_n} (model)"
-        assert (said in report) is ("penalty_last_n" in stated)
+    model, _ = llama2.load(folder)
+    expected = llama2.Sampling(**stated)
+    used = llama2.generate(model, [1, 5], max_new_tokens=1).sampling
+    for name in llama2.GGUF_SAMPLING:
+        assert getattr(used, name) == getattr(expected, name)
+    asked = take_sampling({"min_p": 0.5}, model)
+    assert (asked.min_p, asked.temperature) == (0.5, expected.temperature)
+    assert llama2.main(["--model", str(folder), "--prompt=fox", "-n=1", "--top-p=0.5"]) == 0
+    report = capsys.readouterr().err
+    said = f"temperature {expected.temperature:.6g} ({'model' if 'temperature' in stated else 'default'})"
+    assert said in report
+    said = f"penalty_last_n {expected.penalty_last_n} (model)"
+    assert (said in report) is ("penalty_last_n" in stated)
 
 
 @torch.no_grad()

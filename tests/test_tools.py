@@ -30,7 +30,7 @@ from server import responses as server_responses
 from server.serving import Scorer, Session
 
 import llama2
-from test_llama2 import cases
+from test_llama2 import cases, table
 
 FORMATS = json.loads(Path(__file__).with_name("tool_formats.json").read_text("utf-8"))
 UNDERSTOOD = [name for name, entry in FORMATS.items() if "format" in entry]
@@ -411,24 +411,22 @@ def test_templates_that_cannot_call(say):
     assert "has no place for tool_calls" in say(source, "Hi", messages=[*QUESTION, message])
 
 
+SENT = r"""[{"role": "assistant", "content": null, "refusal": null, "tool_calls": [{"id": "abcdefgh1",
+"type": "function", "function": {"name": "wind", "arguments": "{\"city\": \"Rome\"}"}}]},
+{"role": "tool", "tool_call_id": "abcdefgh1", "content": "calm"},
+{"role": "assistant", "content": "B", "reasoning": "C", "tool_calls": []}]"""
+SEEN = """[{"role": "assistant", "content": null, "tool_calls": [{"id": "abcdefgh1",
+"type": "function", "function": {"name": "wind", "arguments": {"city": "Rome"}}}]},
+{"role": "tool", "tool_call_id": "abcdefgh1", "content": "calm", "name": "wind"},
+{"role": "assistant", "content": "B", "reasoning": "C", "reasoning_content": "C"}]"""
+
+
 def test_messages_reach_the_template(sessions, tokenizer):
     """Arguments as it takes them, a result's name, reasoning by both names, no empty keys."""
     source = "{% for m in messages %}{{ m | tojson }}{% endfor %}{# tool_calls #}"
-    messages = [
-        {"role": "assistant", "content": None, "tool_calls": called(["wind"]), "refusal": None},
-        {"role": "tool", "tool_call_id": "abcdefgh1", "content": "calm"},
-        {"role": "assistant", "content": "B", "reasoning": "C", "tool_calls": []},
-    ]
-    call = called(["wind"], arguments=json.loads(ARGUMENTS))
-    expected = [
-        {"role": "assistant", "content": None, "tool_calls": call},
-        {**messages[1], "name": "wind"},
-        {"role": "assistant", "content": "B", "reasoning": "C", "reasoning_content": "C"},
-    ]
-    body = {"messages": messages, "max_tokens": 1}
-    usage = sessions(source).post("/v1/chat/completions", json=body).json()["usage"]
-    ids = llama2.encode_chat(tokenizer, expected, source)
-    assert usage["prompt_tokens"] == len(ids)
+    body = {"messages": json.loads(SENT), "max_tokens": 1}
+    usage = sessions(source).post(CHAT, json=body).json()["usage"]
+    assert usage["prompt_tokens"] == len(llama2.encode_chat(tokenizer, json.loads(SEEN), source))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -576,17 +574,17 @@ def test_items_of_other_types(sessions, tell, capsys):
 
 FORM = {"type": "json_schema", "name": "x", "schema": json.loads(SCHEMA)}
 WINDS = {"type": "function", "name": "winds"}
-FORCED = {"tool_choice": "required"}
-SAYS = [  # what is said (C: calls, J: JSON), and fields of a request to /v1/responses
-    ("Well <tool_box>, <think> {", {}),
-    ("Well.\nC", {}),
-    ("C", FORCED),
-    ("C", {"tool_choice": WINDS, "parallel_tool_calls": False}),
-    ("J", {"text": {"format": FORM}, "tools": []}),
-    ("C", {"text": {"format": FORM}}),
-    ("C", {"text": {"format": FORM}, **FORCED}),
-    ("C", {"text": {"format": FORM}, "tool_choice": WINDS}),
-]
+SAYS = """
+Well <tool_box>, <think> { | {}
+Well.\\nC | {}
+C | {"tool_choice": "required"}
+C | {"tool_choice": WINDS, "parallel_tool_calls": false}
+J | {"text": {"format": FORM}, "tools": []}
+C | {"text": {"format": FORM}}
+C | {"text": {"format": FORM}, "tool_choice": "required"}
+C | {"text": {"format": FORM}, "tool_choice": WINDS}
+"""  # what is said (C: calls, J: JSON), and fields of a request to /v1/responses
+SAYS = table(SAYS.replace("FORM", json.dumps(FORM)).replace("WINDS", json.dumps(WINDS)))
 # What begins a thought: of the prompt, of the answer.
 THINKS = [(None, ""), ("", "<think>"), ("<think>\n", ""), ("<think>\n", "<think>")]
 ASKS = [*itertools.product(THINKS, SAYS)]
@@ -634,6 +632,7 @@ def test_a_stream_is_the_whole_answer(tokenizer, sessions, tell, name):
     entry, rng = FORMATS[name], random.Random(name)
     asks = ASKS[UNDERSTOOD.index(name) :: len(UNDERSTOOD)] if ANSWERS == 1 else ASKS
     for (opened, begun), (say, asked) in asks:  # each by one format, or by all
+        say, asked = say.replace("\\n", "\n"), json.loads(asked)
         is_winds = asked.get("tool_choice") == WINDS
         names, calls = calls_of(tokenizer, name, ["winds", "winds"][is_winds:])
         text = say.replace("C", calls).replace("J", '{"city": "a"}')
