@@ -541,7 +541,10 @@ class Llama(nn.Module):
         # There are no gradients through a cache, because it is written in place.
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             x = self.embed_tokens(tokens)  # (B, T, C)
-            x = self.run_layers(cache, x, cos, sin, mask)
+            for layer, block in enumerate(self.layers):
+                if cache is not None:
+                    cache.layer = layer  # a Block may stand in several places of the list
+                x = block(x, cos, sin, mask, cache)
             if cache is not None and not all_positions:
                 x = x[:, -1]  # (B, C): the logits of the last position are enough
             # float32 island 4 of 4: lm_head multiplies in the weights' dtype; what follows, softmax
@@ -551,14 +554,6 @@ class Llama(nn.Module):
         if cache is not None:
             cache.advance(tokens)
         return logits
-
-    def run_layers(self, cache: Cache | None, x: Tensor, *others: Any) -> Tensor:
-        """x (B, T, C) through all Blocks, with cos, sin and mask -> (B, T, C)."""
-        for layer, block in enumerate(self.layers):
-            if cache is not None:
-                cache.layer = layer  # a Block may stand in several places of the list
-            x = block(x, *others, cache)
-        return x
 
 
 # ==================================================================================================
@@ -676,39 +671,45 @@ def sample(
         if not isinstance(processed, Tensor) or processed.shape != logits.shape:
             raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
         logits = processed.detach().float()
-    if 0 < sampling.top_k < len(logits):
-        # The last is the k-th largest.
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
-    # numpy divides in this thread. torch's threads would meet for it, and wait for one another
+    # numpy computes in this thread. torch's threads would meet for it, and wait for one another
     # where other programs use the cores.
     numbers = logits.cpu().numpy()
-    scaled = numbers / max(sampling.temperature, 1e-6)
-    if not math.isfinite(scaled.max()):  # which is NaN if one of them is
+    temperature = max(sampling.temperature, 1e-6)
+    if not math.isfinite(numbers.max() / temperature):  # the largest is NaN if one of them is
         raise ValueError(
             f"no token can be sampled: the largest logit is {logits.max().item()}; if it is -inf, all"
             " ids are excluded; else a weight is NaN or infinite, or sums overflow the model's dtype"
         )
     if sampling.temperature <= 0:
         return int(numbers.argmax())
-    probabilities = torch.from_numpy(scaled).softmax(-1)
+    ids_left: Any = range(len(numbers))
+    if 0 < sampling.top_k < len(numbers):
+        ordered = numbers.copy()
+        ordered.partition(-sampling.top_k)  # now the k-th largest stands there
+        ids_left = (numbers >= ordered[-sampling.top_k]).nonzero()[0]
+        numbers = numbers[ids_left]
+    probabilities = torch.from_numpy(numbers / temperature).softmax(-1)
     if generator is None and sampling.seed is not None:
         generator = torch.Generator().manual_seed(sampling.seed)
     u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
-    return draw(probabilities.numpy(), sampling, u.item())
+    return int(ids_left[draw(probabilities.numpy(), sampling, u.item())])
 
 
 def draw(p: Any, sampling: Sampling, u: float) -> int:
-    """Apply top_p and min_p to the probabilities p (V,) of all ids, and draw one of the ids left.
+    """Apply top_p and min_p to the probabilities p of all that are left, and draw the index of one.
 
     p is an array of numpy, which sorts many times as fast as torch. `u` is a random number from 0 to
-    1: the id is the first whose cumulative probability exceeds u times the total.
+    1: the index is the first whose cumulative probability exceeds u times the total.
     """
-    # 1. Drop what min_p drops, and what top_p is certain to drop, because sorting all of V is slow.
-    #    (The order does not matter: nothing is normalised in between.) V probabilities below
-    #    (1 - top_p) / 2 / V have less than (1 - top_p) / 2 together. So the others reach top_p
-    #    without them, with the other half to spare for rounding.
-    bound = max(sampling.min_p * p.max(), (1 - sampling.top_p) / 2 / len(p))
-    ids = (p >= bound).nonzero()[0]
+    # 1. Drop what min_p drops, and what top_p is certain to drop, because sorting all is slow: in
+    #    most texts a few tokens reach top_p, in all those do that have (1 - top_p) / 2 / V or more.
+    #    (The order does not matter: nothing is normalised in between.)
+    rest = 1 - sampling.top_p
+    least = max(sampling.min_p * p.max(), rest / 2 / len(p))
+    for bound in rest / 64, rest / 4096, 0:
+        ids = (p >= max(bound, least)).nonzero()[0]
+        if bound <= least or p[ids].sum(dtype=float) > sampling.top_p:
+            break
     p = p[ids]
 
     # 2. top_p: how many of the likeliest reach it, and all that are as likely as the last of these.

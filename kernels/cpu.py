@@ -8,9 +8,10 @@ kernels cannot: with gradients, hooks, modules that were replaced, on other devi
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, getitem, itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -214,18 +215,40 @@ class NativeBlock(Block):
         return super().forward(x, cos, sin, mask, cache) if y is None else y
 
 
+class AllBlocks:
+    """A model's Blocks as Llama.forward() is to see them: as one, which is one call if it can be."""
+
+    def __init__(self, blocks: Iterable) -> None:
+        self.blocks = [*blocks]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator:
+        yield self.run
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        plain = {*map(type, self.blocks)} == {NativeBlock} and not hooked(map(vars, self.blocks))
+        y = run_blocks(self.blocks, x, cos, sin, mask, cache) if plain else None
+        if y is None:
+            y = x
+            for cache.layer, block in enumerate(self.blocks):
+                y = block(y, cos, sin, mask, cache)
+        return y
+
+
 class NativeLlama(Llama):
     """Llama whose Blocks are one call of the kernels, if all of them are NativeBlocks."""
 
     __module__ = QuantizedLinear.__module__
 
-    def run_layers(self, cache: Any, x: Tensor, *others: Any) -> Tensor:
-        """As Llama.run_layers()."""
-        blocks = [*self.layers._modules.values()]
-        kinds = {type(self.layers), *map(type, blocks)}
-        if cache is not None and kinds == {nn.ModuleList, NativeBlock}:
-            cache.layer = 0
-            y = None if hooked(map(vars, blocks)) else run_blocks(blocks, x, *others, cache)
-            if y is not None:
-                return y
-        return super().run_layers(cache, x, *others)
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, all_positions: bool = False
+    ) -> Tensor:
+        """As Llama.forward()."""
+        if cache is None or torch.compiler.is_compiling():
+            return super().forward(tokens, cache, all_positions)
+        parts = vars(self) | self._modules | {"layers": AllBlocks(self.layers)}
+        seen: Any = SimpleNamespace(**parts, parameters=self.parameters)
+        return Llama.forward(seen, tokens, cache, all_positions)
