@@ -674,56 +674,44 @@ def sample(
     # numpy computes in this thread. torch's threads would meet for it, and wait for one another
     # where other programs use the cores.
     numbers = logits.cpu().numpy()
-    temperature = max(sampling.temperature, 1e-6)
-    if not math.isfinite(numbers.max() / temperature):  # the largest is NaN if one of them is
+    scaled = numbers / max(sampling.temperature, 1e-6)
+    if not math.isfinite(scaled.max()):  # which is NaN if one of them is
         raise ValueError(
             f"no token can be sampled: the largest logit is {logits.max().item()}; if it is -inf, all"
             " ids are excluded; else a weight is NaN or infinite, or sums overflow the model's dtype"
         )
     if sampling.temperature <= 0:
         return int(numbers.argmax())
-    ids_left: Any = range(len(numbers))
-    if 0 < sampling.top_k < len(numbers):
-        ordered = numbers.copy()
-        ordered.partition(-sampling.top_k)  # now the k-th largest stands there
-        ids_left = (numbers >= ordered[-sampling.top_k]).nonzero()[0]
-        numbers = numbers[ids_left]
-    probabilities = torch.from_numpy(numbers / temperature).softmax(-1)
-    if generator is None and sampling.seed is not None:
-        generator = torch.Generator().manual_seed(sampling.seed)
-    u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
-    return int(ids_left[draw(probabilities.numpy(), sampling, u.item())])
+    if 0 < sampling.top_k < len(logits):
+        # The last is the k-th largest.
+        scaled[numbers < logits.topk(sampling.top_k).values[-1].item()] = -math.inf
+    p: Any = torch.from_numpy(scaled).softmax(-1).numpy()  # which sorts faster than torch
 
-
-def draw(p: Any, sampling: Sampling, u: float) -> int:
-    """Apply top_p and min_p to the probabilities p of all that are left, and draw the index of one.
-
-    p is an array of numpy, which sorts many times as fast as torch. `u` is a random number from 0 to
-    1: the index is the first whose cumulative probability exceeds u times the total.
-    """
-    # 1. Drop what min_p drops, and what top_p is certain to drop, because sorting all is slow: in
-    #    most texts a few tokens reach top_p, in all those do that have (1 - top_p) / 2 / V or more.
-    #    (The order does not matter: nothing is normalised in between.)
-    rest = 1 - sampling.top_p
-    least = max(sampling.min_p * p.max(), rest / 2 / len(p))
-    for bound in rest / 64, rest / 4096, 0:
-        ids = (p >= max(bound, least)).nonzero()[0]
-        if bound <= least or p[ids].sum(dtype=float) > sampling.top_p:
+    # 1. Drop what min_p drops, and what top_p is certain to drop, because sorting all of V is slow.
+    #    (The order does not matter: nothing is normalised in between.) Mostly those of 2^-10 and more
+    #    reach top_p. V probabilities below (1 - top_p) / 2 / V have less than (1 - top_p) / 2
+    #    together: the others reach top_p without them, with the other half to spare for rounding.
+    least = max(sampling.min_p * p.max(), (1 - sampling.top_p) / 2 / len(p))
+    for bound in max(least, 2**-10), least:
+        ids = (p >= bound).nonzero()[0]
+        if p[ids].sum(dtype=float) > sampling.top_p:
             break
     p = p[ids]
 
     # 2. top_p: how many of the likeliest reach it, and all that are as likely as the last of these.
     if sampling.top_p < 1:
-        descending = p.copy()
+        descending = -p
         descending.sort()
-        descending = descending[::-1]
-        sums = descending.astype(float).cumsum()  # of the likeliest, the two likeliest, ...
+        sums = -descending.astype(float).cumsum()  # of the likeliest, the two likeliest, ...
         # If rounding keeps all sums below top_p, the last is the limit.
         last = min(sums.searchsorted(sampling.top_p), len(p) - 1)
-        kept = p >= descending[last]
+        kept = p >= -descending[last]
         ids, p = ids[kept], p[kept]
 
-    # 3. Draw one of them.
+    # 3. Draw one of them: the first whose cumulative probability exceeds u times the total.
+    if generator is None and sampling.seed is not None:
+        generator = torch.Generator().manual_seed(sampling.seed)
+    u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()  # from 0 to 1
     sums = p.astype(float).cumsum()
     return int(ids[sums.searchsorted(u * sums[-1], side="right")])
 
