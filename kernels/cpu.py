@@ -132,14 +132,6 @@ def each(name: str, objects: Iterable) -> list:
     return [*map(attrgetter(name), objects)]
 
 
-def causal_mask(cache: Any, T: int) -> Tensor | None:
-    """The only mask that the kernel knows: that of a Cache, or of caches that get a token each."""
-    if type(cache) is Cache:
-        return cache.mask(T)  # made once for all layers of a pass
-    pos = torch.tensor(each("pos", cache.sequences)).view(-1, 1, 1, 1)
-    return torch.arange(int(pos.max()) + 1) <= pos  # (B, 1, 1, S)
-
-
 def run_blocks(
     blocks: Sequence[nn.Module],
     x: Tensor,
@@ -184,7 +176,11 @@ def run_blocks(
         return None
 
     # 3. Is the mask the causal one? Another tensor is compared by its elements.
-    causal = causal_mask(cache, x.shape[1])
+    if type(cache) is Cache:
+        causal = cache.mask(x.shape[1])  # made once for all layers of a pass
+    else:  # one token for each cache
+        pos = torch.tensor(each("pos", caches)).view(-1, 1, 1, 1)
+        causal = torch.arange(int(pos.max()) + 1) <= pos  # (B, 1, 1, S)
     if mask is not causal and (
         mask is None or causal is None or mask.dtype != causal.dtype or not mask.equal(causal)
     ):
@@ -215,27 +211,23 @@ class NativeBlock(Block):
         return super().forward(x, cos, sin, mask, cache) if y is None else y
 
 
-class AllBlocks:
+class AllBlocks(list):
     """A model's Blocks as Llama.forward() is to see them: as one, which is one call if it can be."""
-
-    def __init__(self, blocks: Iterable) -> None:
-        self.blocks = [*blocks]
-
-    def __len__(self) -> int:
-        return len(self.blocks)
 
     def __iter__(self) -> Iterator:
         yield self.run
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
-        plain = {*map(type, self.blocks)} == {NativeBlock} and not hooked(map(vars, self.blocks))
-        y = run_blocks(self.blocks, x, cos, sin, mask, cache) if plain else None
-        if y is None:
-            y = x
-            for cache.layer, block in enumerate(self.blocks):
-                y = block(y, cos, sin, mask, cache)
-        return y
+    def run(self, x: Tensor, *others: Any) -> Tensor:
+        """As Block.forward()."""
+        blocks, cache = self[:], others[-1]
+        y = None
+        if {*map(type, blocks)} == {NativeBlock} and not hooked(map(vars, blocks)):
+            y = run_blocks(blocks, x, *others)
+        if y is not None:
+            return y
+        for cache.layer, block in enumerate(blocks):
+            x = block(x, *others)
+        return x
 
 
 class NativeLlama(Llama):
