@@ -685,33 +685,38 @@ def sample(
     if 0 < sampling.top_k < len(logits):
         # The last is the k-th largest.
         scaled[numbers < logits.topk(sampling.top_k).values[-1].item()] = -math.inf
-    p: Any = torch.from_numpy(scaled).softmax(-1).numpy()  # which sorts faster than torch
+    probabilities = torch.from_numpy(scaled).softmax(-1)
+    if generator is None and sampling.seed is not None:
+        generator = torch.Generator().manual_seed(sampling.seed)
+    u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
+    return draw(probabilities.numpy(), sampling, u.item())
 
-    # 1. Drop what min_p drops, and what top_p is certain to drop, because sorting all of V is slow.
-    #    (The order does not matter: nothing is normalised in between.) Mostly those of 2^-10 and more
-    #    reach top_p. V probabilities below (1 - top_p) / 2 / V have less than (1 - top_p) / 2
-    #    together: the others reach top_p without them, with the other half to spare for rounding.
-    least = max(sampling.min_p * p.max(), (1 - sampling.top_p) / 2 / len(p))
-    for bound in max(least, 2**-10), least:
-        ids = (p >= bound).nonzero()[0]
-        if p[ids].sum(dtype=float) > sampling.top_p:
-            break
+
+def draw(p: Any, sampling: Sampling, u: float) -> int:
+    """Apply top_p and min_p to the probabilities p (V,) of all ids, and draw one of the ids left.
+
+    p is an array of numpy, which sorts many times as fast as torch. `u` is a random number from 0 to
+    1: the id is the first whose cumulative probability exceeds u times the total.
+    """
+    # 1. min_p, which may come first, because nothing is normalised between the two; and what top_p
+    #    would leave out in any case, because sorting all of V is slow: V probabilities below this
+    #    bound have less than (1 - top_p) / 2 together, so the others reach top_p without them, with
+    #    the other half to spare for rounding.
+    bound = max(sampling.min_p * p.max(), (1 - sampling.top_p) / 2 / len(p))
+    ids = (p >= bound).nonzero()[0]
     p = p[ids]
 
     # 2. top_p: how many of the likeliest reach it, and all that are as likely as the last of these.
     if sampling.top_p < 1:
-        descending = -p
-        descending.sort()
-        sums = -descending.astype(float).cumsum()  # of the likeliest, the two likeliest, ...
-        # If rounding keeps all sums below top_p, the last is the limit.
-        last = min(sums.searchsorted(sampling.top_p), len(p) - 1)
-        kept = p >= -descending[last]
+        ordered = p.copy()
+        ordered.sort()
+        sums = ordered[::-1].astype(float).cumsum()  # of the likeliest, the two likeliest, ...
+        # [:-1]: if rounding keeps all sums below top_p, all ids are kept.
+        nucleus_size = 1 + sums[:-1].searchsorted(sampling.top_p)
+        kept = p >= ordered[-nucleus_size]
         ids, p = ids[kept], p[kept]
 
-    # 3. Draw one of them: the first whose cumulative probability exceeds u times the total.
-    if generator is None and sampling.seed is not None:
-        generator = torch.Generator().manual_seed(sampling.seed)
-    u = torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()  # from 0 to 1
+    # 3. Draw one of them.
     sums = p.astype(float).cumsum()
     return int(ids[sums.searchsorted(u * sums[-1], side="right")])
 
