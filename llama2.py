@@ -569,8 +569,10 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from itertools import groupby
+from os.path import commonprefix
 from typing import NamedTuple
 
 __all__ += [
@@ -989,12 +991,7 @@ class Tokenizer(Vocabulary):
                 if self.types[i] == CONTROL:
                     self.marks[piece] = f"{self.secret}{piece}{self.secret}"
         self.control_pattern = any_of(self.marks)
-        texts = self.control_texts = "\0".join(self.marks)
-        # For hide_control_texts(): what may end the text of a control token, and what may begin one,
-        # written backwards. For "<s>" these are <s>, s>, > and >s<, s<, <. Of longer texts than 99
-        # characters, that many are enough.
-        self.endings = tuple({*re.findall(r"(?=([^\0]{1,99}))", texts)})
-        self.beginnings = tuple({*re.findall(r"(?=([^\0]{1,99}))", texts[::-1])})
+        self.control_texts = "\0".join(["", *self.marks, ""])
         model = self.model
         self.is_sentencepiece = isinstance(model, bytes)
         if self.is_sentencepiece:
@@ -1024,8 +1021,13 @@ class Tokenizer(Vocabulary):
         return ids
 
     def borders_control(self, text: str) -> bool:
-        """Whether it begins as the text of a control token ends, or ends as one begins."""
-        return text.startswith(self.endings) or text[::-1].startswith(self.beginnings)
+        """Whether it begins as the text of a control token ends, or ends as one begins: by up to 99
+        characters, which are enough of a longer one.
+        """
+        return any(
+            f"{text[:n]}\0" in self.control_texts or f"\0{text[-n:]}" in self.control_texts
+            for n in range(1, 1 + min(len(text), 99))
+        )
 
     def mark(self, text: str) -> str:
         """The text with marks in place of the texts of control tokens."""
@@ -1168,13 +1170,9 @@ def open_sentencepiece(model: bytes) -> Any:
         raise ValueError(f"not a SentencePiece model: {error}") from error
 
 
-# For malformed UTF-8, SentencePiece writes one U+FFFD for each byte, Python's "replace" one for
-# each sequence. StreamDecoder needs the former for SentencePiece's vocabularies; codecs knows such a
-# rule only by a name, which is then known to the whole process.
-codecs.register_error(
-    "replace_each_byte",
-    lambda e: ("\ufffd" * (e.end - e.start), e.end),  # type: ignore[attr-defined]
-)
+# For malformed UTF-8, Python's "replace" writes one U+FFFD for each sequence, SentencePiece one for
+# each byte, for which "surrogateescape" writes one of these.
+ESCAPED_BYTES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
 
 
 class StreamDecoder:
@@ -1186,9 +1184,8 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, first: bool = True) -> None:
         self.tokenizer = tokenizer
         self.strip = first and tokenizer.strips_space
-        self.utf8 = codecs.getincrementaldecoder("utf-8")(
-            "replace" if tokenizer.byte_level else "replace_each_byte"
-        )
+        errors = "replace" if tokenizer.byte_level else "surrogateescape"
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
     def decode(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete."""
@@ -1203,11 +1200,12 @@ class StreamDecoder:
             data = data.removeprefix(b" ")
         if piece_type != CONTROL:
             self.strip = False
-        return text + self.utf8.decode(data)
+        text += self.utf8.decode(data)
+        return text.translate(ESCAPED_BYTES)
 
     def flush(self) -> str:
         """The end of the text: U+FFFD for the bytes of an incomplete character."""
-        return self.utf8.decode(b"", final=True)
+        return self.utf8.decode(b"", final=True).translate(ESCAPED_BYTES)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1278,48 +1276,6 @@ def map_texts(values: Any, change: Callable[[str], str]) -> Any:
     return json.loads(re.sub(literal, lambda m: json.dumps(change(json.loads(m[0]))), content))
 
 
-def hide_control_texts(
-    values: Any, names: Collection[str], tokenizer: Tokenizer, template: str, secret: str
-) -> Any:
-    """A copy of `values` that no template can turn into a control token, whatever it writes next to
-    a text or around it.
-
-    The secret stands on both sides of a hidden character. If "<s>" is a control token, then
-
-        in        the template may write     hidden                          here, with ~
-        "a <s>"   {{ text }}                 the first character of "<s>"    "a ~<~s>"
-        "s> b"    "<" + text                 the first and the last          "~s~> ~b~"
-        "b <"     text + "s>"                the first and the last          "~b~ ~<~"
-        "s"       "<" + text + ">"           the first and the last          "~s~"
-
-    The last row counts only if the template has brackets for it. In all but the first row, names
-    that the template looks up or compares with stay as they are, and so do `names`.
-    """
-    first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
-    # An opening bracket stands before a quotation mark, "{" or "%", as in '<' + key, <{{ key }}>
-    # and '<%s>'.
-    brackets = re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template)
-    # Words in quotation marks and behind a dot: key == 'city', message.role.
-    names = {*ROLES, *names, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
-
-    def hide(text: str) -> str:
-        bare = text.strip()  # as a template may do
-        text = first.sub(lambda match: f"{secret}{match[0]}{secret}", text)
-        if bare not in names and (
-            tokenizer.borders_control(bare)
-            or bare in tokenizer.control_texts
-            and re.search(
-                rf"[\0{re.escape(''.join(brackets))}]{re.escape(bare)}[^\w\0]",
-                tokenizer.control_texts,
-            )
-        ):
-            # "~": the secret stands there already.
-            text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{secret}\2\3{secret}\4", text)
-        return text
-
-    return {name: map_texts(value, hide) for name, value in values.items()}
-
-
 def check_messages(variables: Mapping[str, Any]) -> set[str]:
     """The roles and names in messages and tools, but for ROLES. Raises ValueError, AttributeError or
     TypeError for messages that are none.
@@ -1342,22 +1298,53 @@ def write_chat(
     tokenizer: Tokenizer, template: str, variables: dict[str, Any], names: Collection[str]
 ) -> list[str]:
     """The text that a template makes of the variables, in parts: every other one is hidden, a
-    character of a message that must not become a part of a control token.
+    character that must not become a part of a control token, whatever the template writes next to a
+    text or around it.
+
+    A secret stands on both sides of a hidden character. If "<s>" is a control token, then
+
+        in        the template may write     hidden                          here, with ~
+        "a <s>"   {{ text }}                 the first character of "<s>"    "a ~<~s>"
+        "s> b"    "<" + text                 the first and the last          "~s~> ~b~"
+        "b <"     text + "s>"                the first and the last          "~b~ ~<~"
+        "s"       "<" + text + ">"           the first and the last          "~s~"
+
+    The last row counts only if the template has brackets for it. In all but the first row, names
+    that the template looks up or compares with stay as they are, and so do `names`.
     """
-    # The secret is new each time, because a template may quote a message, and so the secret, to
-    # someone. Three in a row mark the end of a message; two in a row occur between hidden characters.
-    secret = f"~{secrets.randbelow(10**18)}~"
-    variables = hide_control_texts(variables, names, tokenizer, template, secret)
+    # Both are new each time: a template may quote a message, and so the secret, to someone.
+    secret, end = (f"~{secrets.randbelow(10**18)}~" for _ in range(2))
+    first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
+    # An opening bracket stands before a quotation mark, "{" or "%", as in '<' + key, <{{ key }}>
+    # and '<%s>'.
+    brackets = "".join(re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template))
+    # Words in quotation marks and behind a dot: key == 'city', message.role.
+    names = {*ROLES, *names, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
+
+    def hide(text: str) -> str:
+        bare = text.strip()  # as a template may do
+        text = first.sub(lambda match: f"{secret}{match[0]}{secret}", text)
+        within = rf"[\0{re.escape(brackets)}]{re.escape(bare)}[^\w\0]"
+        if bare not in names and (
+            tokenizer.borders_control(bare)
+            or bare in tokenizer.control_texts  # which is quicker
+            and re.search(within, tokenizer.control_texts)
+        ):
+            # "~": the secret stands there already.
+            text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{secret}\2\3{secret}\4", text)
+        return text
+
+    variables = {name: map_texts(value, hide) for name, value in variables.items()}
+    final = variables["messages"][-1]
     is_continued = not variables["add_generation_prompt"]
     if is_continued:
-        final = variables["messages"][-1]
-        final["content"] = f"{final.get('content') or ''}{3 * secret} "
+        final["content"] = f"{final.get('content') or ''}{end} "
     try:
         text = render(tokenizer, template, **variables)
     except ValueError as error:
-        raise ValueError(str(error).replace(secret, "")) from None
+        raise ValueError(str(error).replace(secret, "").replace(end, "")) from None
     if is_continued:
-        text, separator, rest = text.rpartition(3 * secret)
+        text, separator, rest = text.rpartition(end)
         if not separator:
             raise ValueError("the chat template leaves out the final message")
         if not rest.startswith(" "):  # the template strips messages
@@ -1424,19 +1411,20 @@ def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
     behind an assistant's message. There may be neither.
     """
     template = find_template(tokenizer, template)
-    question = {"role": "user", "content": "hi"}
+
+    def backwards(answer: str) -> str:
+        question = {"role": "user", "content": "hi"}
+        messages = [question, {"role": "assistant", "content": answer}]
+        # Without `tools`, a template for tools would fail.
+        return render(tokenizer, template, messages=messages, tools=[])[::-1]
+
     # These answers have no letter in common: read backwards, the two texts first differ where the
     # answer ends, even if the template changes it, as by `| upper`.
-    answers = ({"role": "assistant", "content": text} for text in ("apple", "quits"))
-    try:  # without `tools`, a template for tools would fail
-        one, other = (
-            render(tokenizer, template, messages=[question, answer], tools=[])[::-1]
-            for answer in answers
-        )
-    except ValueError:  # the template refuses these roles
-        one = other = ""
-    length = next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), 0)
-    ending = one[:length][::-1].strip()
+    ending = ""
+    with suppress(ValueError):  # the template refuses these roles
+        one, other = backwards("apple"), backwards("quits")
+        if one != other:
+            ending = commonprefix([one, other])[::-1].strip()
     special = any_of(tokenizer.special_ids).search(ending)
     if special:
         return ChatStops([tokenizer.special_ids[special[0]]], [])
@@ -1447,11 +1435,9 @@ def stop_ids(model: Llama, tokenizer: Tokenizer, template: str | None = None) ->
     """The ids that end a text, by the model's files and by its tokenizer; with a template (a name in
     CHAT_TEMPLATES or Jinja), also what that writes behind an answer.
     """
-    config = model.config
-    eos_id = getattr(tokenizer, "eos_id", None)  # a tokenizer of your own may have none
-    ids = {config.eos_token_id, *config.stop_token_ids, eos_id}
-    ids |= {*chat_stops(tokenizer, template).ids} if template else set()
-    return {i for i in ids if i is not None}
+    eos_id: Any = getattr(tokenizer, "eos_id", None)  # a tokenizer of your own may have none
+    ids = {model.config.eos_token_id, *model.config.stop_token_ids, eos_id} - {None}
+    return ids.union(chat_stops(tokenizer, template).ids) if template else ids
 
 
 def chat(
@@ -1470,10 +1456,11 @@ def chat(
     """
     template = find_template(tokenizer, template)
     ids = encode_chat(tokenizer, messages, template, continue_final_message)
-    options = {"stop_ids": stop_ids(model, tokenizer, template), **options}
-    strip = options.pop("strip", not continue_final_message)
-    stream = stream_text(model, tokenizer, ids, stop, strip, **options)
-    stream.stops += chat_stops(tokenizer, template).texts
+    stops = chat_stops(tokenizer, template)
+    ends = stop_ids(model, tokenizer).union(stops.ids)
+    options = {"stop_ids": ends, "strip": not continue_final_message, **options}
+    stream = stream_text(model, tokenizer, ids, stop, **options)
+    stream.stops += stops.texts
     return stream
 
 
