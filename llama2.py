@@ -1573,13 +1573,14 @@ def load(
     context: int = 1,
     compile: bool | None = None,
     progress: bool = False,
+    batch_size: int = 1,
 ) -> tuple[Llama, Tokenizer]:
     """Load a model file, directory or name (see README), or a Checkpoint: (model, tokenizer).
 
     `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
     large models, which is faster. `trainable`: all weights become float32 parameters that take
-    gradients. `context`: ValueError unless a cache of that many tokens, which new_cache() will
-    allocate, fits into memory. `compile`: whether to use kernels, which are compiled once (None:
+    gradients. `context`: ValueError unless `batch_size` caches of that many tokens, which new_cache()
+    will allocate, fit into memory. `compile`: whether to use kernels, which are compiled once (None:
     for models above 64 MiB). `progress`: show a bar.
     Raises ValueError or FileNotFoundError.
     """
@@ -1588,7 +1589,7 @@ def load(
     if not 1 <= context <= limit:
         raise ValueError(f"context {context}; expected 1 to {limit}, for which it was trained")
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
-    needed, free = memory_needed(checkpoint, plan, context), free_memory(plan.device)
+    needed, free = memory_needed(checkpoint, plan, context * batch_size), free_memory(plan.device)
     if needed > free:
         raise ValueError(
             f"the model needs {needed / 1e9:.3g} GB; {plan.device} has {free / 1e9:.3g} free: a smaller"

@@ -85,6 +85,7 @@ SUITE = r"""
 {"required": ["foo\nbar", "foo\"bar"]} | {"foo\nbar": 1, "foo\"bar": 1} | {"foo\nbar": 1}; {}
 {"additionalProperties": {"type": "boolean"}, "minProperties": 1} | {"a": true}; [] | {}; {"a": 1}
 {"properties": {"foo": {"minLength": 3}}, "patternProperties": {"^f.o$": {"maxLength": 4}}, "additionalProperties": false} | {"foo": "full"}; {"fxo": "x"} | {"foo": "xx"}; {"foo": "fulls"}; {"quux": 1}
+{"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "minItems": 1} | [[null], null] | []; [[]]
 {"properties": {"foo": {"$ref": "#"}}, "additionalProperties": false} | {"foo": {"foo": false}} | {"foo": {"bar": false}}
 {"$defs": {"a%b": {"type": "integer"}}, "allOf": [{"$ref": "#/$defs/a%25b"}, {"minimum": 3}]} | 3; 4 | 2; "x"
 {"$ref": "#foo", "$defs": {"A": {"$anchor": "foo", "type": "integer"}}} | 1 | "a"
@@ -152,13 +153,17 @@ WRONG = r"""
 {"type": "string", "pattern": "[a]\\u001F"} | pattern
 {"properties": {"\u0001": {}}} | properties
 {"type": "object", "required": ["\u0001"]} | required
+{"properties": {"a": {"$ref": "#/properties/a"}}} | $ref
+{"properties": {"a": {"$ref": "#/$defs/x~1y"}}, "$defs": {"x/y": {"$ref": "#z"}, "y": {"$anchor": "z", "$ref": "#/$defs/x~1y"}}} | $ref
+{"properties": {"a": {"type": "object", "properties": {"b": {"$ref": "#/properties/a"}}, "required": ["b"]}}} | $ref
+{"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#/items"}]}]}, "minItems": 1} | $ref
 """
 
 
 @cases("schema, keyword", WRONG)
 def test_what_llguidance_would_hold_wrongly(vocabulary, schema, keyword):
     """It is refused by its name, and left out of a tool's schema that is not strict."""
-    raises(f'"{keyword}"', Grammar, vocabulary, [json.loads(schema)])
+    raises(re.escape(f'"{keyword}"'), Grammar, vocabulary, [json.loads(schema)])
     _, left_out = hold(vocabulary, schema)
     assert len(left_out) == 1 and keyword in left_out[0]
 

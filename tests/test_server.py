@@ -3,8 +3,10 @@
 They take the bundled model in float32, and one server for nearly all of them.
 """
 
+import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -326,18 +328,23 @@ def answer_of(server, path, body):
 MIXED, CLIENTS = 40, 8
 
 
+def threads_of(server):
+    return len([*Path(f"/proc/{server.process.pid}/task").glob("*")])
+
+
 def test_answers_beside_others_are_those_alone(server):
-    """Bit for bit, log-probabilities too, while eight ask and others hang up."""
+    """Bit for bit, log-probabilities too, while eight ask, and others hang up at random moments. No
+    thread is left."""
     pytest.importorskip("llguidance")
     draw = random.Random(5)
     requests = [mixed(draw) for _ in range(MIXED)]
     expected = [answer_of(server, *request) for request in requests]
     assert len({status for status, _ in expected}) == 2
+    threads = threads_of(server)
 
     def ask(i):
-        with server.send(stream=i % 2 == 0, prompt=f"{i} {STORY}" * (1 + i % 3)) as abandoned:
-            time.sleep(i % 5 / 100)
-            abandoned.close()
+        with server.send(stream=i % 2 == 0, prompt=f"{i} {STORY}" * (1 + i % 3)):
+            time.sleep(draw.random() / 10)
         return answer_of(server, *requests[i])
 
     with ThreadPoolExecutor(CLIENTS) as pool:
@@ -346,6 +353,52 @@ def test_answers_beside_others_are_those_alone(server):
             actual = dict(zip(order, pool.map(ask, order)))
             for i, request in enumerate(requests):
                 assert actual[i] == expected[i], request
+    assert threads_of(server) <= threads + 1  # a second one that prepares
+
+
+def test_a_conversation_goes_on_beside_others(server):
+    """From what is remembered of it, as it does alone."""
+    answers = []
+    for others in (0, 3):
+        for i in range(4):
+            server.cached(prompt=f"{i} another matter altogether")
+        server.cached(prompt=STORY)
+        held = [server.send(prompt=f"{i} years ago", stream=True) for i in range(others)]
+        for connection in held:
+            assert b"data" in connection.recv(9999) + connection.recv(9999)
+        body = {
+            "prompt": f"{STORY}, and a son. They",
+            "max_tokens": 40,
+            "temperature": 0,
+            "logprobs": 3,
+        }
+        answers.append(answer_of(server, COMPLETIONS, body))
+        for connection in held:
+            connection.close()
+    alone, beside = answers
+    assert beside == alone and alone[1][1]["prompt_tokens_details"]["cached_tokens"] > 9
+
+
+def test_memory_counts_all_conversations(monkeypatch):
+    options = {"model": llama2.DEFAULT_MODEL, "device": "cpu", "dtype": "float32", "quiet": True}
+    options |= {"context": 512, "chat_template": None, "parse_special": False}
+    cache = llama2.load(llama2.DEFAULT_MODEL)[0].new_cache(512)
+    size = 2 * cache.k.nbytes
+    needed = []
+    for parallel in (1, 41):
+        monkeypatch.setattr(llama2, "free_memory", lambda device: 0)
+        with pytest.raises(ValueError, match=r"needs ([\d.]+) GB") as caught:
+            Session(argparse.Namespace(**options, parallel=parallel))
+        needed.append(1e9 * float(re.search(r"needs (\S+) GB", str(caught.value))[1]))
+    assert needed[1] - needed[0] == pytest.approx(40 * 1.05 * size, rel=0.05)
+    for free, parallel in ((3.5 * size, 3), (0, 1), (math.inf, 4)):
+        monkeypatch.setattr(llama2, "free_memory", MagicMock(side_effect=[math.inf, free]))
+        session = Session(argparse.Namespace(**options, parallel=None))
+        session.is_closed = lambda: True
+        session.wake.set()
+        session.thread.join()
+        assert session.parallel == len(session.caches) == parallel
+        assert session.cache_bytes == parallel * size
 
 
 def test_chats_with_one_system_prompt_share_it(server):

@@ -52,7 +52,7 @@ try:
     from server.fields import refuse_rest, take
     from server.guard import BURST, Connection, Refusal, guard, refuse, say
     from server.responses import ResponseJob, Store
-    from server.serving import Session
+    from server.serving import PARALLEL, Session
 except ImportError as error:
     needed = 'pip install "starlette>=1.6" "anyio>=4.2" uvicorn'
     print(f"server: {error.name} is missing: {needed}", file=sys.stderr)
@@ -224,7 +224,7 @@ def parse_args() -> argparse.Namespace:
         "--parallel",
         metavar="N",
         type=number(int, 1, 64),
-        help="answers at once, and conversations that are remembered (default: 4, if they fit)",
+        help=f"answers at once, and conversations that are remembered (default: {PARALLEL}, if they fit)",
     )
     add("--threads", metavar="N", type=number(int, 1, 1024), help="CPU threads")
     add("--device", default="auto", help="auto, cpu, cuda or mps")
@@ -292,7 +292,8 @@ def main() -> int:
             say("the model has no chat template: llama-2 is assumed")
         host = f"[{args.host}]" if ":" in args.host else args.host
         passes = f"passes of up to {session.rows.size}" if session.rows.size > 1 else "turns"
-        say(f"{session.parallel} answers at once, in {passes}, of {session.context} tokens each")
+        memory = f"caches of {session.cache_bytes / 1e9:.3g} GB for {session.context} tokens each"
+        say(f"{session.parallel} answers at once, in {passes}; {memory}")
         say(f"listening on http://{host}:{listener.getsockname()[1]}")
         server.run([listener])
     server.should_exit = True  # also where Ctrl-C came before it ran

@@ -48,8 +48,8 @@ REFUSED = re.compile(
     | function_call | functions | grammar | guidance_scale | guided_.*
     | ignore_eos | images | include | include_stop_str_in_output | length_penalty
     | logits_processors | lora | max_length | min_length | min_new_tokens | min_tokens | mirostat.*
-    | modalities | n_indent | n_probs | n_predict | negative_prompt | no_repeat_ngram_size
-    | num_beams | num_predict | options | penalty_alpha | prompt_logprobs | raw | regex
+    | modalities | n_indent | n_probs | negative_prompt | no_repeat_ngram_size
+    | num_beams | options | penalty_alpha | prompt_logprobs | raw | regex
     | rep_pen_.* | repetition_penalty_range | return_full_text | return_token.* | samplers
     | smoothing_.* | stop_token_ids | structured_outputs | suffix | suppress_tokens | temp
     | template | tfs_z | tool_choice | tools | top_a | top_logprobs | top_n_sigma | top_n_tokens
@@ -58,7 +58,7 @@ REFUSED = re.compile(
 )
 NEUTRAL = re.compile(  # of encrypted reasoning there is none
     r"""(best_of|num_beams)\ 1|(guidance_scale|length_penalty|typical_p)\ 1(\.0)?
-    |modalities\ \["text"]|(n|num)_predict\ -1
+    |modalities\ \["text"]
     |tool_choice\ "(auto|none)"|include\ \["reasoning\.encrypted_content"]""",
     re.VERBOSE,
 )
@@ -110,7 +110,8 @@ def take(body: dict, name: str, default: Any, value_type: type | None = None) ->
     taken = default
     for key in (name, *SYNONYMS.get(name, ())):
         value = body.get(key)
-        if value is None or (value and is_neutral(key, value)):
+        if value is None or (value == -1 and key.endswith("_predict")):  # there: no limit
+            body.pop(key, None)
             continue
         fits = type(value) is value_type or (value_type is float and type(value) is int)  # no bool
         if not (fits or value_type is object) or (name in LIMITS and not low <= value <= high):

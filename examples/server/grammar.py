@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -66,12 +67,38 @@ def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
                     yield from subschemas(item, f"{path}{key}/{name}/")
 
 
+def find_endless(schema: dict[str, Any]) -> set[int]:
+    """The id() of each schema in it that no answer ends, because it refers to itself, maybe by others."""
+    parts = dict(subschemas(schema))
+    targets = {f"#/{path}".rstrip("/"): part for path, part in parts.items()}
+    targets |= {f"#{part['$anchor']}": part for part in parts.values() if "$anchor" in part}
+    endless = {*map(id, parts.values())}
+
+    def ends(part: dict[str, Any]) -> bool:
+        several = {key: value for key, value in part.items() if isinstance(value, list)}
+        reference = unquote(str(part.get("$ref"))).replace("~1", "/").replace("~0", "~")
+        needed = [targets.get(reference), *several.get("allOf", ())]
+        if part.get("type") == "object" and isinstance(part.get("properties"), dict):
+            names = map(str, several.get("required", ()))
+            needed += [part["properties"].get(name) for name in names]
+        if part.get("type") == "array" and part.get("minItems"):
+            needed += [*several.get("prefixItems", ()), part.get("items")][:1]
+        choices = several.get("anyOf") or several.get("oneOf") or [None]
+        return endless.isdisjoint(map(id, needed)) and not endless.issuperset(map(id, choices))
+
+    while found := {id(part) for part in parts.values() if id(part) in endless and ends(part)}:
+        endless -= found
+    return endless
+
+
 def close(schema: dict[str, Any]) -> dict[str, Any]:
     """Allow only the properties that an object's schema names, as in vLLM and llama.cpp.
 
     Where a schema takes properties from several, none of them can tell which others there are.
     """
     schema = copy.deepcopy(schema)
+    if find_endless(schema):
+        raise ValueError('"$ref" leads only to itself')
     schemas = [one for _, one in subschemas(schema)]
     joined = any("allOf" in s or ("properties" in s and JOINING & s.keys()) for s in schemas)
     for one in schemas:
@@ -134,8 +161,12 @@ def hold(
         return ""
 
     left_out = []
+    for path, part in [*subschemas(schema)][::-1]:  # inner ones first
+        if "$ref" in part and id(part) in find_endless(schema):
+            left_out.append(f"{path}$ref: it leads only to itself")
+            del part["$ref"]
     if problem_of(schema):
-        for path, part in [*subschemas(schema)][::-1]:  # inner ones first
+        for path, part in [*subschemas(schema)][::-1]:
             if not problem_of(part):
                 continue
             # It is anyOf, if its branches exclude each other; else anyOf is a part of it.

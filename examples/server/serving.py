@@ -22,7 +22,8 @@ try:
 except ImportError:  # without llguidance
     grammar = None
 
-MAX_CACHES, CACHE_BYTES = 4, 2**31  # conversations kept, if they fit; at least one
+# Answers at once, and conversations remembered, without --parallel: if their caches fit; at least one.
+PARALLEL, CACHE_BYTES = 4, 2**31
 MAX_GRAMMARS = 4  # that are kept, each up to 50 MB
 MAX_CONTEXT = 8192  # without --context: a file may claim any number
 
@@ -44,7 +45,12 @@ class Session:
         checkpoint = llama2.open_checkpoint(args.model)
         context = args.context or min(checkpoint.config.max_position_embeddings, MAX_CONTEXT)
         self.model, self.tokenizer = llama2.load(
-            checkpoint, args.device, args.dtype, context=context, progress=not args.quiet
+            checkpoint,
+            args.device,
+            args.dtype,
+            context=context,
+            progress=not args.quiet,
+            batch_size=args.parallel or 1,
         )
         self.context = context
         source = args.chat_template or self.tokenizer.chat_template.strip()
@@ -57,15 +63,13 @@ class Session:
         self.check = lambda: None  # called while a grammar is compiled; it may raise to end that
         first = self.model.new_cache(context)
         size = 2 * first.k.nbytes
-        count = args.parallel or max(1, min(MAX_CACHES, CACHE_BYTES // size))
-        self.parallel = count  # answers at once
-        device = self.model.norm.weight.device
-        if (needed := (count - 1) * size) > (free := llama2.free_memory(device)):
-            raise ValueError(
-                f"--parallel {count} needs {needed / 1e9:.3g} GB more; {device} has {free / 1e9:.3g}"
-            )
+        fitting = min(CACHE_BYTES, llama2.free_memory(first.k.device)) // size
+        self.parallel = args.parallel or int(max(1, min(PARALLEL, fitting)))  # answers at once
+        self.cache_bytes = self.parallel * size
         # Those that no answer uses: conversations, in the order of their last use.
-        self.caches = [first, *(self.model.new_cache(context) for _ in range(1, count))]
+        self.caches = [first]
+        while len(self.caches) < self.parallel:
+            self.caches.append(self.model.new_cache(context))
         self.rows = Rows(self.model)
         self.jobs: list = []  # that have not ended
         self.wake = threading.Event()
