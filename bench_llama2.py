@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -271,20 +272,24 @@ def token_parts(model):
         (Cache, "advance"): "ids",
         (Cache, "rope"): "RoPE",
         (Cache, "mask"): "mask",
+        (model.embed_tokens, "forward"): "embedding",
+        (model.norm, "forward"): "last norm",
         (model.lm_head, "forward"): "last matrix",
     }
     block = type(model.layers[0])
-    is_native = block.__name__ == "NativeBlock"
-    parts[(llama2.load_kernels(), "run_blocks") if is_native else (block, "forward")] = "layers"
+    if block.__name__ == "NativeBlock":
+        parts[inspect.getmodule(block.forward), "run_blocks"] = "looking up layers"
+        parts[llama2.load_kernels(), "run_blocks"] = "layers"
+    else:
+        parts[block, "forward"] = "layers"
     return parts
 
 
 def time_token(args, model, tokenizer, depth):
     """Seconds of each part of a token that is sampled behind `depth` others.
 
-    The rest is what Python and torch do between them: the embedding, the last norm, packing
-    pointers for C++. Its clocks would take as long as a part of it, so it is what a token without
-    clocks takes longer than the parts.
+    The rest of a pass and of the loop, Python between all these, is what a token without clocks
+    takes longer than the parts.
     """
     count = args.rounds * args.gen_tokens
     ids = random_tokens(model, depth + 1)  # (1, depth + 1)
@@ -309,7 +314,7 @@ def time_token(args, model, tokenizer, depth):
     tokens.sort(key=Counter.total)
     middle = slice(count // 4, count - count // 4)  # without those that were disturbed
     parts = {part: mean(times[part] for times in tokens[middle]) for part in tokens[0]}
-    return parts | {"the rest": mean(wholes[middle]) - sum(parts.values())}
+    return parts | {"the rest of a pass": mean(wholes[middle]) - sum(parts.values())}
 
 
 def run_token(args):

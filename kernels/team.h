@@ -29,7 +29,9 @@ struct Team {
   static constexpr std::chrono::microseconds ALONE{1000}, LONGEST{64000}, CAREFUL{1000000};
   static constexpr int STACK = 128 << 10;
   // How many workers are inside, may still come in (the door is open while there are seats), and
-  // sleep. All in one number, so that nobody falls asleep beside an open door.
+  // sleep. All in one number, so that nobody falls asleep beside an open door:
+  //   bits  63 ... 40 | 39 ... 20 | 19 ... 0
+  //         sleepers  | seats     | inside
   static constexpr uint64_t INSIDE = 1, SEAT = 1 << 20, SLEEPER = 1ull << 40,
                             SEATS = SLEEPER - SEAT;
   alignas(64) std::atomic<uint64_t> gate{0};

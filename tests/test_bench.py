@@ -93,7 +93,7 @@ def test_breakdown_adds_up_and_profile_is_a_trace(monkeypatch):
     monkeypatch.setattr(bench, "clock", itertools.count().__next__)
     actual = run("--breakdown --profile trace.json --config tiny --depth 0 9")
     for times in actual["token"].values():  # a tick for each call of a part, and for the whole
-        rest = times.pop("the rest")
+        rest = times.pop("the rest of a pass")
         assert times["layers"] == 2 and rest == 1 - sum(times.values())
     assert [*actual["breakdown"]] == ["1", "32", "128"]
     for row in actual["breakdown"].values():
