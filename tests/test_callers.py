@@ -378,7 +378,7 @@ BETWEEN_STEPS |= {
 
 
 @pytest.mark.filterwarnings("ignore:decode steps are slow")
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("captured", [False, True], ids=["kernels", "captured"])
 @pytest.mark.parametrize("name", BETWEEN_STEPS)
 def test_changes_between_steps(graph, name, captured):  # noqa: F811
     """One change, then two others: all logits are those of a plain model, and stay what they are."""

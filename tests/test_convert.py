@@ -279,9 +279,6 @@ def test_quantised_weights_as_a_folder(tmp_path, options, dtype, tolerance):
     assert settings["tie_word_embeddings"]
 
 
-def test_folders_that_are_refused(write_tiny, tensors, tmp_path, capsys):
-    large = {"output.weight": tensors["output.weight"] * 1e6}
-    source, out = write_tiny(None, large), tmp_path / "out"
-    refused(capsys, source, out, "lm_head.weight", "--type", "F16")
-    refused(capsys, source, out, "Q8_0", "--type", "Q8_0")
-    refused(capsys, source, tmp_path, "--force")
+def test_folders_that_are_refused(model_path, tmp_path, capsys):
+    refused(capsys, model_path, tmp_path / "out", "Q8_0", "--type", "Q8_0")
+    refused(capsys, model_path, model_path.parent, "", "--force")

@@ -194,8 +194,6 @@ def test_stop_texts_that_span_tokens(server, loaded):
     (choice,) = server.complete(**options).choices
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
     assert all(start < len(choice.text) for start in choice.logprobs.text_offset)
-    chunks = server.complete(**options, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
 
 
 def test_tokens_and_models(server, loaded):

@@ -165,12 +165,6 @@ def test_chat_that_fills_its_context(cli, heard):
     assert questions[-2] in heard[-1] and questions[0] not in heard[-1]
 
 
-def test_chat_answer_that_is_cut(cli):
-    """It is not passed over in silence."""
-    status, out, err = cli("--chat", "--context", 40, stdin=b"ab\n")
-    assert status == 0 and len(out) > 2 and "context full: the answer" in err
-
-
 def test_without_a_limit_a_text_ends_with_its_context(cli, write_tiny):
     """As -n -1 means it in llama.cpp; an answer goes on, too, and may fill what is left."""
     options = ("-n", -1, "-c", 40, "--quiet")
