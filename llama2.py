@@ -521,7 +521,7 @@ class Llama(nn.Module):
         ValueError if the cache is full or was made for other sizes.
         """
         are_ids = tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.numel()
-        if not are_ids or (tokens.is_meta and not all(p.is_meta for p in self.parameters())):
+        if not are_ids or (tokens.is_meta and not self.norm.weight.is_meta):
             raise ValueError(
                 "tokens must be (B, T) int64, one or more, on the model's device, not"
                 f" {tuple(tokens.shape)} {tokens.dtype} on {tokens.device}"
@@ -664,7 +664,8 @@ def sample(
     last_n = sampling.penalty_last_n
     if penalty != 1 and last_n:
         # Generation passes only the logits of ids that the tokenizer has; a prompt may have others.
-        recent = [i for i in {*ids[-last_n if last_n > 0 else 0 :]} if i < len(logits)]
+        counted = ids if last_n < 0 else ids[-last_n:]
+        recent = [i for i in {*counted} if i < len(logits)]
         values = logits[recent]
         logits = logits.clone()
         logits[recent] = torch.where(values > 0, values / penalty, values * penalty)
@@ -700,22 +701,23 @@ def draw(p: Any, sampling: Sampling, u: float) -> int:
     p is an array of numpy, which sorts many times as fast as torch. `u` is a random number from 0 to
     1: the id is the first whose cumulative probability exceeds u times the total.
     """
-    # 1. min_p, which may come first, because nothing is normalised between the two; and what top_p
-    #    would leave out in any case, because sorting all of V is slow: V probabilities below this
-    #    bound have less than (1 - top_p) / 2 together, so the others reach top_p without them, with
-    #    the other half to spare for rounding.
+    # 1. Drop what min_p drops, and what top_p is certain to drop, because sorting all of V is slow.
+    #    (The order does not matter: nothing is normalised in between.) V probabilities below
+    #    (1 - top_p) / 2 / V have less than (1 - top_p) / 2 together. So the others reach top_p
+    #    without them, with the other half to spare for rounding.
     bound = max(sampling.min_p * p.max(), (1 - sampling.top_p) / 2 / len(p))
     ids = (p >= bound).nonzero()[0]
     p = p[ids]
 
     # 2. top_p: how many of the likeliest reach it, and all that are as likely as the last of these.
     if sampling.top_p < 1:
-        ordered = p.copy()
-        ordered.sort()
-        sums = ordered[::-1].astype(float).cumsum()  # of the likeliest, the two likeliest, ...
-        # [:-1]: if rounding keeps all sums below top_p, all ids are kept.
-        nucleus_size = 1 + sums[:-1].searchsorted(sampling.top_p)
-        kept = p >= ordered[-nucleus_size]
+        descending = p.copy()
+        descending.sort()
+        descending = descending[::-1]
+        sums = descending.astype(float).cumsum()  # of the likeliest, the two likeliest, ...
+        # If rounding keeps all sums below top_p, the last is the limit.
+        last = min(sums.searchsorted(sampling.top_p), len(p) - 1)
+        kept = p >= descending[last]
         ids, p = ids[kept], p[kept]
 
     # 3. Draw one of them.
@@ -786,10 +788,9 @@ class Generation(Iterator[int]):
         self.cache = cache
         self.step = step or functools.partial(prefill, model)
         self.tokens = torch.tensor([self.ids], device="cpu")  # (1, n), self.ids as a tensor
-        stored = cache.common_prefix(self.tokens)
         # Those that the prefill computes: the tokens that the cache lacks, and at least the last one,
         # for its logits.
-        self.prompt_tokens = len(self.ids) - min(stored, len(self.ids) - 1)
+        self.prompt_tokens = max(1, len(self.ids) - cache.common_prefix(self.tokens))
         self.generator = torch.Generator().manual_seed(
             secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
         )
@@ -3775,11 +3776,10 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
         template = tokenizer.chat_template.strip() if args.parse_special else None
         options["stop_ids"] = stop_ids(model, tokenizer, template)
         stream = stream_text(model, tokenizer, ids, **options)
-        generation = stream.generation
         if not args.no_echo:
             write(prompt)
         show(stream)
-        generations = [generation]
+        generations = [stream.generation]
     if generations:
         report = describe_run(generations, model.norm.weight.device)
         report += f"; {describe_sampling(sampling, checkpoint.sampling, given)}"

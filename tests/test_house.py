@@ -146,10 +146,10 @@ def test_each_copy_has_kernels_of_its_own(tmp_path, monkeypatch, native):
 
 BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
-    "I": (2840, 11.0),
+    "I": (2790, 11.0),
     "II": (5580, 9.0),
     "III": (10790, 9.2),
-    "IV": (3150, 9.0),
+    "IV": (3145, 9.0),
 }
 ALL = 22450  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
