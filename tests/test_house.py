@@ -151,7 +151,7 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "III": (10790, 9.2),
     "IV": (3145, 9.0),
 }
-ALL = 22330  # tokens of the file
+ALL = 22340  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
 KERNELS_PYTHON = (10727, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
