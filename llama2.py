@@ -1617,7 +1617,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     with naming(path):
         if path.is_dir():
             folder = path
-            path = locate(os.listdir(folder), lambda *names: folder, str(folder))
+            path = locate(os.listdir(folder), lambda **patterns: folder, str(folder))
         elif re.search(r"(\.pth|\.safetensors|\.json|_model.*\.bin)$", path.name):
             raise ValueError("one file of a directory; pass the directory")
         return open_hf(path) if path.is_dir() else open_gguf(path)
@@ -1637,30 +1637,29 @@ class Checkpoint:
     @functools.cached_property
     def sampling(self) -> dict[str, Any]:
         """The fields of Sampling that are recommended. A warning names what is not followed."""
-        sampling: dict[str, Any] = {}
+        followed: dict[str, Any] = {}
         ignored = []
         # 0, 1 and a limit that is the context's own change nothing.
         unchanged = 0, 1, self.config.max_position_embeddings
         for name, value in self.recommended.items():
             if name in GGUF_SAMPLING:
                 with suppress(ArithmeticError, TypeError, ValueError):
-                    texts = [value] if isinstance(value, str) else value
-                    typed = type(getattr(Sampling, name))(texts)  # 50.0 is 50, as in llama.cpp
+                    value_type = type(getattr(Sampling, name))  # 50.0 is 50, as in llama.cpp
+                    typed = value_type([value] if isinstance(value, str) else value)
                     Sampling(**{name: typed})
-                    if name != "stop_strings" or all(map(str.strip, typed)):
-                        sampling[name] = typed
-            is_known = name in sampling or re.fullmatch(HARMLESS, name)
-            if value and value not in unchanged and not is_known:
-                ignored.append(key_in_file(self.recommended, name))
+                    followed[name] = typed
+                    continue
+            if value and value not in unchanged and not re.fullmatch(HARMLESS, name):
+                ignored.append(GGUF_SAMPLING.get(name, name) if self.file else name)
         if "repetition_penalty" in self.recommended:  # so in transformers, which looks at all
-            sampling.setdefault("penalty_last_n", -1)
+            followed.setdefault("penalty_last_n", -1)
         if self.recommended.get("do_sample") is False:
-            sampling["temperature"] = 0.0
+            followed["temperature"] = 0.0
         if ignored:
             file = self.path if self.file else f"{self.path}/generation_config.json"
             text = f"{file}: recommended, but not followed: {', '.join(ignored)}"
             warnings.warn(printable(text), stacklevel=2)
-        return sampling
+        return followed
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -1727,8 +1726,7 @@ def plan_loading(
     if compile is None:
         compile = is_large
     has_use = is_quantised if on_cpu else device.type == "cuda" and not trainable
-    kernels = bool(compile and has_use and open_kernels())
-    kernels = kernels and open_kernels().can_accelerate(device)
+    kernels = bool(compile and has_use and open_kernels().can_accelerate(device))
     fast = kernels and on_cpu and is_large and name == "auto"
     plan = Plan(device, activations, kernels, fast, unpack=trainable)
 
@@ -1803,13 +1801,15 @@ def use_threads(given: int | None = None) -> str:
 
 @functools.cache
 def open_kernels() -> Any:
-    """kernels/accelerate.py as a module; None, with a warning, if the folder is missing."""
+    """kernels/accelerate.py as a module; UNACCELERATED, with a warning, if the folder is missing."""
     if not KERNELS.is_dir():
         problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
         warnings.warn(f"models will be slow: {problem}", stacklevel=2)
-        return None
-    PACKAGE.__name__ = name = f"kernels_{id(PACKAGE)}"  # a copy of this file has another
-    sys.modules[name], sys.modules[f"{name}.llama2"] = PACKAGE, PACKAGE.llama2
+        return UNACCELERATED
+    name = f"kernels_{id(SELF)}"  # a copy of this file has another
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [str(KERNELS)]
+    sys.modules[f"{name}.llama2"] = SELF
     return importlib.import_module(f"{name}.accelerate")
 
 
@@ -1819,8 +1819,7 @@ def load_kernels() -> Any:
     It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
     go through a layer together, and each gets the same bits as if it went alone.
     """
-    kernels = open_kernels()
-    return kernels and kernels.load_kernels()
+    return open_kernels().load_kernels()
 
 
 def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
@@ -1834,17 +1833,14 @@ def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
     On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
     once per machine, and quantised matrices are rearranged for kernels/gpu.py.
     """
-    if kernels := open_kernels():
-        kernels.accelerate(model, fast, compile)
+    open_kernels().accelerate(model, fast, compile)
     return model
 
 
 def __getattr__(name: str) -> Any:
-    """A class of kernels/, or the plain one in its place."""
-    kernels = open_kernels() if name in UNACCELERATED else None
-    found = kernels.find_class(name) if kernels else UNACCELERATED.get(name)
-    if found:
-        return found
+    """A class of kernels/, for which pickles ask this module."""
+    if re.match("(Native|Planes|Graph)[A-Z]", name):
+        return getattr(open_kernels(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -1856,15 +1852,10 @@ def build_model(
     trainable: bool = False,
     progress: bool = False,
 ) -> Llama:
-    """Build the model of a checkpoint for activations of `dtype`. Its weights are kept as:
+    """Build the model of a checkpoint for activations of `dtype`.
 
-        type in the file             dtype float32      a dtype of 16 bits
-        norms, F32                   dense, float32     dense, dtype
-        F16, BF16                    as in the file     dense, dtype
-        Q4_0 ... Q6_K                as in the file     as in the file
-        other quantised types        F16                dense, dtype
-
-    With `unpack` all become dense. Only with `trainable` do they take gradients.
+    Its matrices are kept as Weight.kept_type() says; with `unpack` all become dense. Only with
+    `trainable` do they take gradients.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
@@ -1896,14 +1887,12 @@ def build_model(
 def find_model(name: str) -> Path:
     """The path of the model that a name means. If it is on the hub, its files are downloaded.
 
-    The name is that of an installed package with one GGUF file, or as in HUB_NAME. Raises
-    ValueError or FileNotFoundError.
+    The name is that of an installed package, or as in HUB_NAME. Raises ValueError or
+    FileNotFoundError.
     """
     package = importlib.util.find_spec(name) if name.isidentifier() else None
-    if package is not None:
-        folders = package.submodule_search_locations or []
-        files = [str(file) for folder in folders for file in Path(folder).rglob("*.gguf")]
-        return locate(files, lambda *names: Path(), f"the package {name}")
+    if package and package.submodule_search_locations:
+        return Path(package.submodule_search_locations[0])
     match = re.fullmatch(HUB_NAME, name)
     if match is None:
         raise FileNotFoundError(
@@ -1918,52 +1907,43 @@ def find_model(name: str) -> Path:
     try:
         import huggingface_hub as hub
 
-        def fetch(*patterns: str) -> Path:
-            folder = hub.snapshot_download(
-                repository, revision=revision, allow_patterns=[*patterns]
-            )
-            return Path(folder)
-
+        fetch = functools.partial(hub.snapshot_download, repository, revision=revision)
         try:
-            siblings = hub.HfApi().model_info(repository, revision=revision).siblings
-            names = [file.rfilename for file in siblings or ()]
+            names = hub.HfApi().list_repo_files(repository, revision=revision)
         except Exception:  # noqa: BLE001
             # Without a network: the files in the hub's cache. If there are none, this raises.
-            names = [path.relative_to(fetch()).as_posix() for path in fetch().rglob("*")]
+            folder = fetch(allow_patterns=[])
+            names = [file.relative_to(folder).as_posix() for file in Path(folder).rglob("*")]
         return locate(names, fetch, repository, pattern)
     except FileError:
         raise
-    except ImportError as error:
-        raise ValueError(f"{name}: no such file; for the hub: pip install {error.name}") from error
     except Exception as error:
-        text = printable(str(error)[:300])
-        raise ValueError(f"{name}: no such file, and it cannot be downloaded: {text}") from error
+        advice = f"it cannot be downloaded: {str(error)[:300]}"
+        if isinstance(error, ImportError):
+            advice = f"for the hub: pip install {error.name}"
+        raise ValueError(printable(f"{name}: no such file, and {advice}")) from error
 
 
-def locate(
-    names: Iterable[str], fetch: Callable[..., Path], source: str, pattern: str = ""
-) -> Path:
+def locate(names: Iterable[str], fetch: Callable[..., Any], source: str, pattern: str = "") -> Path:
     """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
 
-    fetch(*names) makes sure that these files are there, and returns the folder in which they are.
+    fetch(allow_patterns=...) makes sure that such files are there, and returns their folder.
     `pattern` must match the name of the GGUF file. Raises FileError.
     """
     # 1. A Hugging Face directory, unless a GGUF file is asked for.
     names = sorted(names)
     if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
-        folder = fetch(*HF_FILES)
+        folder = Path(fetch(allow_patterns=HF_FILES))
         hf_settings(folder)  # raises, if it must, before the weights are downloaded
-        return fetch(*([WEIGHTS] if WEIGHTS in names else weight_files(folder)))
+        fetch(allow_patterns=[WEIGHTS] if WEIGHTS in names else weight_files(folder))
+        return folder
 
-    # 2. A GGUF file, if exactly one matches. An imatrix file is not a model, but a model's name may
-    #    mention one. Of a model in several splits the first one counts.
-    no_model = r"(?i).*mmproj|(?!.*q\d).*imatrix|.*-(?!00001)\d{5}-of-\d{5}\.gguf$"
-    models = [n for n in names if re.search(r"(?i)\.gguf$", n) and not re.match(no_model, n)]
+    # 2. A GGUF file, if exactly one matches, with the other splits if it is the first of several.
+    models = [name for name in names if re.fullmatch(GGUF_FILE, name)]
     matching = [name for name in models if re.search(pattern, name)]
     if len(matching) == 1:
-        split = r"-\d{5}(?=-of-\d{5}\.gguf$)"
-        splits = [n for n in names if re.sub(split, "-00001", n) == matching[0]]
-        return fetch(*splits) / splits[0]
+        [name] = matching
+        return Path(fetch(allow_patterns=[name.replace("-00001-of-", "-*-of-")])) / name
 
     # 3. Say what there is instead.
     problem = (
@@ -2004,7 +1984,11 @@ def open_gguf(path: Path) -> Checkpoint:
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
     settings = gguf_settings(metadata)
-    config = read_config(settings[0], "output.weight" in weights)
+    try:
+        config = read_config(settings[0], "output.weight" in weights)
+    except ValueError as error:  # of a setting, which has another name in the file
+        words = re.sub(r"\w+", lambda word: GGUF_CONFIG.get(word[0], word[0]), str(error))
+        raise ValueError(words) from error
     for key in "llama.rope.dimension_count", "llama.attention.value_length":
         require(metadata, key, (config.head_dim, None))
     if factors := weights.pop("rope_freqs.weight", None):
@@ -2020,46 +2004,49 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def gguf_settings(metadata: Mapping[str, Any]) -> tuple[Settings, Settings, Settings]:
+def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
     """What config.json, generation_config.json and tokenizer_config.json would say. Raises ValueError."""
-    config, generation = Settings(metadata, GGUF_CONFIG), Settings(metadata, GGUF_SAMPLING)
-    tokenizer = Settings({}, {})
-    get = functools.partial(get_typed, metadata)
     # 1. config.json
+    get = functools.partial(get_typed, metadata)
     pieces = get("tokenizer.ggml.tokens", list)
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     old_factor = get("llama.rope.scale_linear", float, 1.0)  # of old files
     factor = get("llama.rope.scaling.factor", float, old_factor)
     is_scaled = metadata.get("llama.rope.scaling.type") != "none"
+    config = {name: metadata.get(key) for name, key in GGUF_CONFIG.items()}
     config |= {
         "vocab_size": len(pieces),
         "head_dim": metadata.get("llama.attention.key_length"),
+        "eos_token_id": ends + get("tokenizer.ggml.eos_token_ids", list, []),  # ollama writes these
         "rope_type": "linear" if is_scaled else "default",
         "factor": factor or 1.0,  # converters write 0 for none
         "tie_word_embeddings": True,
     }
-    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends += get("tokenizer.ggml.eos_token_ids", list, [])  # as ollama writes them
-    config["stop_token_ids"] = [i for i in dict.fromkeys(ends) if i not in (None, ends[0])]
 
     # 2. generation_config.json: what is not followed keeps its key.
-    for key in metadata.keys() - GGUF_SAMPLING.values():
-        if key.startswith("general.sampling."):
-            generation[key] = metadata[key]
+    names = {key: name for name, key in GGUF_SAMPLING.items()}
+    generation = {
+        names.get(key, key): value
+        for key, value in metadata.items()
+        if key.startswith("general.sampling.")
+    }
 
     # 3. tokenizer_config.json. llama.cpp, too, ignores ids that are out of range.
     is_llama = metadata.get("tokenizer.ggml.model") == "llama"
-    ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
-    ids |= Settings(metadata, SPECIAL_TOKENS)
-    for name, i in ids.items():
-        if i in range(len(pieces)):
-            tokenizer[name] = pieces[i]
-        else:
-            warnings.warn(f"{SPECIAL_TOKENS[name]} is {i!r}: ignored", stacklevel=2)
     pre = metadata.get("tokenizer.ggml.pre")
     default_bos = is_llama or (pre in LIKE_LLAMA_3 and pre != "minicpm5")
-    tokenizer["add_bos_token"] = get("tokenizer.ggml.add_bos_token", bool, default_bos)
     templates = (f"tokenizer.chat_template{name}" for name in ("", ".tool_use"))
-    tokenizer["chat_template"] = join_templates(*(get(key, str, "") for key in templates))
+    tokenizer = {
+        "add_bos_token": get("tokenizer.ggml.add_bos_token", bool, default_bos),
+        "chat_template": join_templates(*(get(key, str, "") for key in templates)),
+    }
+    ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
+    for name, key in SPECIAL_TOKENS.items():
+        i = metadata.get(key, ids.get(name))
+        if i in range(len(pieces)):
+            tokenizer[name] = pieces[i]
+        elif i is not None:
+            warnings.warn(f"{key} is {i!r}: ignored", stacklevel=2)
     return config, generation, tokenizer
 
 
@@ -2189,15 +2176,13 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
                 weights |= safetensors_weights(path)
     weights = rename_from_hf(weights, reorder)
 
-    # 2. The Config. Two files may have an id, or a list of ids, that end a text; the first is EOS.
+    # 2. The Config. Two files may have an id, or a list of ids, that end a text.
     generation = read_json(folder / "generation_config.json")
     ends: list = []
     for end in settings.get("eos_token_id"), generation.get("eos_token_id"):
         ends += end if isinstance(end, list) else [end]
     with naming(folder / "config.json"):
-        ids = [i for i in dict.fromkeys(ends) if i is not None]
-        settings |= {"eos_token_id": ids[0] if ids else None, "stop_token_ids": ids[1:]}
-        config = read_config(settings, "lm_head.weight" in weights)
+        config = read_config(settings | {"eos_token_id": ends}, "lm_head.weight" in weights)
     return Checkpoint(
         str(folder),
         config,
@@ -2290,21 +2275,23 @@ def read_config(settings: Mapping[str, Any], has_output: bool) -> Config:
 
     `has_output`: whether there is an output matrix.
     """
-    values = {
-        "head_dim": settings.get("head_dim"),
-        "stop_token_ids": tuple(settings["stop_token_ids"]),
-        "sliding_window": settings.get("sliding_window"),
-        "tie_word_embeddings": get_typed(settings, "tie_word_embeddings", bool, False),
-    }
-    values["tie_word_embeddings"] &= not has_output
+    # The first of the ids that end a text is EOS.
+    ends = [i for i in dict.fromkeys(settings["eos_token_id"]) if i is not None]
+    settings = {**settings, "eos_token_id": ends[0] if ends else None}
+    values: dict[str, Any] = {"num_key_value_heads": settings.get("num_attention_heads")}
+    values |= {"rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}
+    for name in GGUF_CONFIG:
+        values[name] = get_typed(settings, name, type(getattr(Config, name)), values.get(name))
     if settings["rope_type"] == "linear":
         values["rope_scaling_factor"] = get_typed(settings, "factor", float)
-    for name in GGUF_CONFIG:
-        default = None if name in REQUIRED else getattr(Config, name)
-        if name == "num_key_value_heads":
-            default = values["num_attention_heads"]
-        values[name] = get_typed(settings, name, type(getattr(Config, name)), default)
-    config = Config(**values)
+    is_tied = get_typed(settings, "tie_word_embeddings", bool, False)
+    config = Config(
+        **values,
+        head_dim=settings.get("head_dim"),
+        tie_word_embeddings=is_tied and not has_output,
+        stop_token_ids=tuple(ends[1:]),
+        sliding_window=settings.get("sliding_window"),
+    )
     if settings["rope_type"] == "llama3":
         config = replace(config, rope_freq_factors=llama3_divisors(settings, config))
     return config
@@ -2357,19 +2344,6 @@ def match_tensors(
     return matched
 
 
-class Settings(dict):
-    """The settings of a GGUF file by Hugging Face's names, with the keys that stand in the file."""
-
-    def __init__(self, metadata: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-        super().__init__((name, metadata[key]) for name, key in keys.items() if key in metadata)
-        self.keys_in_file = keys
-
-
-def key_in_file(settings: Mapping, name: str) -> str:
-    """What a file calls a setting."""
-    return getattr(settings, "keys_in_file", {}).get(name, name)
-
-
 def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> Any:
     """The value of `key`; `default` if it is absent or null. Raises ValueError for a wrong type."""
     value = settings.get(key)
@@ -2378,7 +2352,7 @@ def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> 
     accepted = (int, float) if type_ is float else (type_,)
     if type(value) not in accepted:
         actual = "missing" if value is None else f"{value!r:.60}"
-        raise ValueError(f"{key_in_file(settings, key)} is {actual}; expected {type_.__name__}")
+        raise ValueError(f"{key} is {actual}; expected {type_.__name__}")
     return value
 
 
@@ -2417,7 +2391,7 @@ def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence
         lambda: file.tensor(offset, weight.nbytes).view(math.prod(shape[:-1]), -1),
     )
     are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
-    if not are_sizes or shape[-1] % weight.block[0]:
+    if not are_sizes or shape[-1] % find_type(ggml_type).count:
         raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
     if offset + weight.nbytes > len(file.data):
         raise ValueError(
@@ -2505,9 +2479,7 @@ def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
 Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
-def vocabulary_from_gguf(
-    metadata: Mapping[str, Any], settings: tuple[Settings, ...] = ()
-) -> Vocabulary:
+def vocabulary_from_gguf(metadata: Mapping[str, Any], settings: tuple = ()) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. Raises ValueError."""
     # 1. The lists of pieces and types. "llama" is SentencePiece, "gpt2" byte-level BPE.
     get = functools.partial(get_typed, metadata)
@@ -2519,12 +2491,10 @@ def vocabulary_from_gguf(
     scheme = get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never")
     read = Vocabulary(pieces, types, None, prepend_scheme=scheme)
     config, _, tokenizer = settings or gguf_settings(metadata)
-    every_id = range(len(pieces))
-    vocabulary = make_vocabulary(read, tokenizer, {}, config["stop_token_ids"], every_id)
+    vocabulary = make_vocabulary(read, tokenizer, {}, config["eos_token_id"][1:], [USER_DEFINED])
 
     # 2. The tokenizer.model or tokenizer.json.
     types = vocabulary.types
-    pre = metadata.get("tokenizer.ggml.pre")
     if is_llama:
         if "unk_token" in tokenizer and types.count(UNKNOWN) != 1:
             # SentencePiece needs one. In old files, what only pads the vocabulary is of this type, too.
@@ -2536,15 +2506,15 @@ def vocabulary_from_gguf(
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
         strip = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
         vocabulary.model = sentencepiece_model(pieces, scores, types, prefix, strip)
-    else:
-        if pre is None:
-            raise ValueError(
-                "tokenizer.ggml.pre is missing, as before May 2024: how is text cut into words? If it is"
-                " Llama 3, gguf-new-metadata --pre-tokenizer llama-bpe OLD.gguf NEW.gguf; llama.cpp takes"
-                " 'default'"
-            )
-        require(metadata, "tokenizer.ggml.pre", PRE_TOKENIZERS)
-        vocabulary.model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
+        return vocabulary
+    if metadata.get("tokenizer.ggml.pre") is None:
+        raise ValueError(
+            "tokenizer.ggml.pre is missing, as before May 2024: how is text cut into words? If it is"
+            " Llama 3, gguf-new-metadata --pre-tokenizer llama-bpe OLD.gguf NEW.gguf; llama.cpp takes"
+            " 'default'"
+        )
+    pre = require(metadata, "tokenizer.ggml.pre", PRE_TOKENIZERS)
+    vocabulary.model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
     return vocabulary
 
 
@@ -2557,40 +2527,39 @@ def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
     if path.is_dir():
         path = path / "tokenizer.json"
         path = path if path.exists() else path.with_suffix(".model")
-    is_json = path.suffix == ".json"
     settings = read_tokenizer_config(path.parent)
+    added = [{**t, "id": int(i)} for i, t in settings["added_tokens_decoder"].items()]
+    limit = config.vocab_size if config else 2**20
+    ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id} if config else {}
+    ends = {config.eos_token_id, *config.stop_token_ids} if config else set()
+
+    # 1. The file itself. Its added tokens count more than those of tokenizer_config.json. Those that
+    #    the model lacks are left out: Llama 2's directory has one.
     with naming(path):
-        # 1. The file itself. Its added tokens count more than those of tokenizer_config.json. Those
-        #    that the model lacks are left out: Llama 2's directory has one.
-        read = read_tokenizer_json(path) if is_json else read_tokenizer_model(path, settings)
-        pieces, types = read.pieces, read.types
-        limit = config.vocab_size if config else 2**20
-        added = [{**t, "id": int(i)} for i, t in settings["added_tokens_decoder"].items()]
+        is_json = path.suffix == ".json"
         if is_json:
+            typed, read = read_tokenizer_json(path)
             added += read.model["added_tokens"]
+        else:
+            typed, read = read_tokenizer_model(path, settings)
         tokens = {token["id"]: token for token in added if token["id"] < limit}
-        for i in range(len(pieces), max(tokens, default=0) + 1):
-            pieces.append(f"[PAD{i}]")
-            types.append(UNUSED)
         for i, token in tokens.items():
-            pieces[i] = get_typed(token, "content", str)
-            types[i] = CONTROL if token.get("special") else USER_DEFINED
+            text = get_typed(token, "content", str)
+            typed[i] = text, CONTROL if token.get("special") else USER_DEFINED
+        count = max(typed) + 1
+        if count > limit:
+            raise ValueError(f"{count} pieces; the model has {limit}")
+        filled = [typed.get(i, (f"[PAD{i}]", UNUSED)) for i in range(count)]
+        read.pieces, read.types = map(list, zip(*filled))
         if is_json:
             read.model["added_tokens"] = [*tokens.values()]
-        if len(pieces) > limit:
-            raise ValueError(f"{len(pieces)} pieces; the model has {limit}")
+            ends &= tokens.keys()  # any other id may be that of a letter
 
     # 2. Special tokens: by their names, else BOS and EOS by config.json, if these are added tokens.
+    #    No text gives a piece that has a name, unless it stands for what is unknown.
     with naming(path.with_name("tokenizer_config.json")):
-        settings["chat_template"] = read_chat_template(path.parent, settings)
-        ids, ends = {}, set()
-        if config:
-            ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id}
-            ends = {config.eos_token_id, *config.stop_token_ids}
-        if is_json:  # any other id may be that of a letter
-            ends &= tokens.keys()
         ids = {name: i for name, i in ids.items() if i in tokens}
-        return make_vocabulary(read, settings, ids, ends, tokens)
+        return make_vocabulary(read, settings, ids, ends, {*read.types} - {UNKNOWN})
 
 
 def make_vocabulary(
@@ -2598,82 +2567,66 @@ def make_vocabulary(
     settings: Mapping[str, Any],
     ids: Mapping[str, int],
     ends: Iterable[int],
-    stated: Collection[int],
+    kinds: Collection[int],
 ) -> Vocabulary:
     """A vocabulary together with what tokenizer_config.json says of it. Raises ValueError.
 
-    `ids`: the special tokens that only config.json names; `ends`: the ids that end a text; `stated`:
-    those whose types a file states. All these become control tokens, so that no text becomes one.
+    `ids`: the special tokens that only config.json names; `ends`: the ids that end a text. If their
+    types are among `kinds`, they become control tokens, so that no text becomes one of them.
     """
-    named = read.special_tokens | read_special_tokens(settings)
+    # 1. The texts of special tokens, by names such as pad_token.
+    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
+    for key in "additional_special_tokens", "extra_special_tokens":
+        more = settings.get(key) or []  # names and tokens, or tokens alone
+        tokens |= more if isinstance(more, dict) else {f"{key}_{i}": t for i, t in enumerate(more)}
+    named = {**read.special_tokens}
+    for name, token in tokens.items():
+        if token is not None:
+            named[name] = token["content"] if isinstance(token, dict) else token
+            get_typed(named, name, str)  # raises if it is no text
     texts = {piece: i for i, piece in enumerate(read.pieces)}
     ids = {**ids} | {name: texts[text] for name, text in named.items() if text in texts}
+    bos_id, eos_id = ids.get("bos_token"), ids.get("eos_token")
+
+    # 2. The types. BOS and EOS are control tokens whatever a file calls them.
     types = [*read.types]
-    defined = {text: i for text, i in texts.items() if types[i] == USER_DEFINED}
-    ends = {*ends, *(i for text, i in defined.items() if re.fullmatch(END_TEXT, text))}
+    defined = [text for text, t in zip(read.pieces, types) if t == USER_DEFINED]
+    ends = {*ends, *(texts[text] for text in defined if re.fullmatch(END_TEXT, text))}
     for i in {*ids.values(), *ends} & {*range(len(types))}:
-        # BOS and EOS are control tokens whatever a file calls them, others if their own texts would
-        # give them.
-        in_text = types[i] == USER_DEFINED or (i not in stated and types[i] != UNKNOWN)
-        if in_text or i in (ids.get("bos_token"), ids.get("eos_token")):
+        if types[i] in kinds or i in (bos_id, eos_id):
             types[i] = CONTROL
-    return Vocabulary(
-        read.pieces,
-        types,
-        read.model,
-        ids.get("bos_token"),
-        ids.get("eos_token"),
-        get_typed(settings, "add_bos_token", bool, read.add_bos),
-        read.prepend_scheme,
-        get_typed(settings, "chat_template", str, ""),
-        named,
+    return replace(
+        read,
+        types=types,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        add_bos=get_typed(settings, "add_bos_token", bool, read.add_bos),
+        chat_template=get_typed(settings, "chat_template", str, ""),
+        special_tokens=named,
     )
 
 
-def read_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of special tokens in tokenizer_config.json, by names such as pad_token."""
-    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
-    for key in "additional_special_tokens", "extra_special_tokens":
-        more = settings.get(key)  # names and tokens, or tokens alone
-        if not isinstance(more, dict):
-            more = {f"{key}_{i}": t for i, t in enumerate(get_typed(settings, key, list, []))}
-        tokens |= more
-    texts = {}
-    for name, token in tokens.items():
-        if token is not None:
-            texts[name] = token["content"] if isinstance(token, dict) else token
-            get_typed(texts, name, str)  # raises if it is no text
-    return texts
-
-
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json. Raises ValueError.
+    """tokenizer_config.json, and what stands in other files instead. Raises ValueError."""
+    with naming(folder / "tokenizer_config.json"):
+        # 1. Before transformers 4.34: the added tokens, and some of the special ones.
+        settings = read_json(folder / "tokenizer_config.json")
+        if settings.get("added_tokens_decoder") is None:
+            settings |= read_json(folder / "special_tokens_map.json")
+            added = read_json(folder / "added_tokens.json").items()
+            settings["added_tokens_decoder"] = {
+                i: {"content": text, "special": True} for text, i in added
+            }
 
-    Before transformers 4.34, two other files held its added tokens and some of the special ones.
-    """
-    settings = read_json(folder / "tokenizer_config.json")
-    if settings.get("added_tokens_decoder") is None:
-        settings |= read_json(folder / "special_tokens_map.json")
-        added = read_json(folder / "added_tokens.json")
-        settings["added_tokens_decoder"] = {
-            i: {"content": text, "special": True} for text, i in added.items()
-        }
-    return settings
-
-
-def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The chat template in a directory or its tokenizer_config.json; "": none. Raises ValueError."""
-    if isinstance(settings.get("chat_template"), list):  # several templates, which have names
-        named = {t["name"]: t["template"] for t in settings["chat_template"]}
-    else:
-        named = {"default": get_typed(settings, "chat_template", str, "")}
-    texts = {
-        name: read_file(folder / file).decode()
-        for name, file in TEMPLATE_FILES.items()
-        if (folder / file).exists()
-    }
-    named = texts or named
-    return join_templates(named.get("default", ""), named.get("tool_use", ""))
+        # 2. The chat template, or a list of templates, which have names.
+        template = settings.get("chat_template")
+        named = {t["name"]: t["template"] for t in template} if isinstance(template, list) else {}
+        files = {name: folder / file for name, file in TEMPLATE_FILES.items()}
+        texts = {n: read_file(file).decode() for n, file in files.items() if file.exists()}
+        if named := texts or named:
+            templates = named.get("default", ""), named.get("tool_use", "")
+            settings["chat_template"] = join_templates(*templates)
+        return settings
 
 
 def join_templates(default: str, tool_use: str) -> str:
@@ -2685,23 +2638,18 @@ def join_templates(default: str, tool_use: str) -> str:
     return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
-def read_tokenizer_json(path: Path) -> Vocabulary:
-    """What a tokenizer.json says by itself. Raises ValueError."""
+def read_tokenizer_json(path: Path) -> tuple[dict[int, tuple[str, int]], Vocabulary]:
+    """What a tokenizer.json says by itself: pieces and their types, and the rest. Raises ValueError."""
     content = {"added_tokens": [], **read_json(path)}
     model = content["model"]
     vocab = model["vocab"]
     if isinstance(vocab, list):  # Unigram: pairs of a piece and a score
         get_typed(model, "unk_id", int)  # without it tokenizers cannot encode every text
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    has_bytes = model.get("byte_fallback")
-    count = max(vocab.values()) + 1
-    if count > 2**20:
-        raise ValueError(f"{count} pieces; expected at most {2**20}")
-    pieces = [f"[PAD{i}]" for i in range(count)]  # all but gaps are replaced
-    types = [UNUSED] * count
-    for piece, i in vocab.items():
-        pieces[i] = piece
-        types[i] = BYTE if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", piece) else NORMAL
+    byte = "<0x[0-9A-F]{2}>" if model.get("byte_fallback") else "(?!)"
+    typed = {
+        i: (piece, BYTE if re.fullmatch(byte, piece) else NORMAL) for piece, i in vocab.items()
+    }
 
     # Its decoder must be one that Tokenizer.token_bytes() knows.
     decoder = json.dumps(content.get("decoder"))
@@ -2724,9 +2672,9 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     # writes its keys in this order.)
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
     bos = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
-    return Vocabulary(
-        pieces,
-        types,
+    return typed, Vocabulary(
+        [],
+        [],
         content,
         add_bos=bool(bos),
         prepend_scheme=match[1] if match else "never",
@@ -2734,8 +2682,10 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     )
 
 
-def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
-    """What a tokenizer.model of SentencePiece says; `settings`: its tokenizer_config.json."""
+def read_tokenizer_model(
+    path: Path, settings: Mapping[str, Any]
+) -> tuple[dict[int, tuple[str, int]], Vocabulary]:
+    """The same of a tokenizer.model of SentencePiece; `settings`: its tokenizer_config.json."""
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
         raise ValueError(f"tiktoken's, as Meta's Llama 3 has it: {CONVERT}")
@@ -2753,9 +2703,9 @@ def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
     if scheme == "prepend" and not get_typed(settings, "legacy", bool, True):
         scheme = "start" if settings.get("add_prefix_space", True) else "never"
     named = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
-    return Vocabulary(
-        pieces,
-        types,
+    return dict(enumerate(zip(pieces, types))), Vocabulary(
+        [],
+        [],
         data,
         prepend_scheme=scheme,
         special_tokens={name: pieces[i] for name, i in named.items() if i >= 0},
@@ -2824,33 +2774,29 @@ class Weight:
     read: Callable[[], Tensor]  # -> uint8 (rows, bytes per row); q_proj and k_proj in Meta's order
 
     @property
-    def block(self) -> tuple[int, int]:
-        """Weights and bytes of a quantisation block; gguf also has types that GGML_TYPES lacks."""
-        if known := GGML_TYPES.get(self.ggml_type):
-            return known.count, known.nbytes
-        import gguf
-
-        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.ggml_type]]
-
-    @property
     def nbytes(self) -> int:
         """The size in the file."""
-        count, nbytes = self.block
-        return math.prod(self.shape) // count * nbytes
+        found = find_type(self.ggml_type)
+        return math.prod(self.shape) // found.count * found.nbytes
 
     def kept_type(self, dtype: torch.dtype) -> str | None:
         """The ggml type in which a model with activations of `dtype` keeps it; None: it is dense.
 
-        build_model() has this as a table.
+            type in the file             dtype float32      a dtype of 16 bits
+            norms, F32                   dense, float32     dense, dtype
+            F16, BF16                    as in the file     dense, dtype
+            Q4_0 ... Q6_K                as in the file     as in the file
+            other quantised types        F16                dense, dtype
+
+        Other types dequantise slowly. F16 and BF16 take half the memory of a dense matrix.
         """
-        # Types that dequantise slowly become F16.
         kept = self.ggml_type if self.ggml_type in GGML_TYPES else "F16"
-        # Beside float32 activations, F16 and BF16 take half the memory of a dense matrix.
         is_smaller = kept not in DENSE or (kept != "F32" and dtype == torch.float32)
         return kept if len(self.shape) == 2 and is_smaller else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a dense tensor of `dtype`; a view of the file if that has this dtype."""
+        """The weight as a dense tensor of `dtype`; a matrix is a view of the file if that has this
+        dtype."""
         rows = self.read()
         if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
             return rows.view(dtype).view(self.shape)
@@ -2920,16 +2866,17 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     """
     if ggml_type in DENSE:
         return blocks.view(DENSE[ggml_type]).float()
-    if ggml_type not in GGML_TYPES:
+    number, count, nbytes, zero_point, low, high = find_type(ggml_type)
+    if low is None:
         import gguf
 
-        number = gguf.GGMLQuantizationType[ggml_type]
-        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
-    _, count, nbytes, zero_point, low, high = GGML_TYPES[ggml_type]
+        return torch.from_numpy(
+            gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType(number))
+        )
     b = blocks.reshape(-1, nbytes)
-    q = unpack_bits(b, count, low)  # type: ignore[arg-type]  # (n, weights)
+    q = unpack_bits(b, count, low)  # (n, weights)
     if high is not None:
-        q |= unpack_bits(b, count, high) << low.bits  # type: ignore[union-attr]
+        q |= unpack_bits(b, count, high) << low.bits
     scale, minimum = unpack_scales(b, ggml_type)
     w = (q.view(torch.int8) - zero_point).float()
     w = w.view(len(b), scale.shape[1], -1).mul_(scale[..., None])  # (n, groups, weights per group)
@@ -2976,6 +2923,17 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
     scale = torch.cat((low[:4], last & 15 | top[:4]))
     minimum = torch.cat((low[4:], last >> 4 | top[4:]))
     return d * scale.T, m * minimum.T
+
+
+@functools.cache
+def find_type(name: str) -> GgmlType:
+    """The entry of GGML_TYPES, or of another type what gguf knows. Importing that takes 0.1 s."""
+    if name in GGML_TYPES:
+        return GGML_TYPES[name]
+    import gguf
+
+    number = gguf.GGMLQuantizationType[name]
+    return GgmlType(number, *gguf.GGML_QUANT_SIZES[number])
 
 
 class GgmlType(NamedTuple):
@@ -3099,10 +3057,6 @@ SPECIAL_TOKENS = {  # these have ids in GGUF, and texts in tokenizer_config.json
     "mask_token": "tokenizer.ggml.mask_token_id",
 }
 
-# What Config has no default for.
-REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
-max_position_embeddings rms_norm_eps"""
-
 # What else a generation_config.json has: ids, how to compute, what is returned, how to search by
 # several beams or with a second model. Anything that is neither here nor followed is named.
 HARMLESS = r"""do_sample|transformers_version|_.*|(bos|eos|pad|decoder_start)_token_id|is_assistant
@@ -3140,12 +3094,12 @@ TEMPLATE_FILES = {  # the name of a chat template -> its file in a directory
 # ORG/NAME[@REVISION][:TYPE or /FILE.gguf]
 HUB_NAME = r"([\w.-]+/[\w.-]+(?<!\.gguf))(?:@([\w./-]+?))?(?::([\w-]+)|/([\w./-]+\.gguf))?"
 
-HF_FILES = [  # the files of a Hugging Face directory that are read, besides the weights
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "model.safetensors.index.json", "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
-]  # fmt: skip
+# The name of a model. An imatrix file is none, but a model's name may mention one. Of a model in
+# several splits the first one counts.
+GGUF_FILE = r"(?i)(?!.*mmproj|(?!.*q\d).*imatrix|.*-(?!00001)\d{5}-of-\d{5}\.gguf$).*\.gguf"
+
+# The files of a Hugging Face directory that are read, besides the weights.
+HF_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 
 CONVERT = (
     "python examples/convert.py FOLDER OUT.gguf (a hub's: hf download ORG/NAME --local-dir FOLDER)"
@@ -3172,12 +3126,8 @@ DIGITS: Any = {"type": "Digits", "individual_digits": True}
 GPT_2: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 PLAIN = GPT_2 | {"use_regex": False}
 
-
-def split_step(expression: str) -> dict[str, Any]:
-    """The step that cuts a text into the matches of an expression and what is between them."""
-    pattern = {"Regex": expression}
-    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-
+# Cuts a text into the matches of an expression, which is added to it, and what is between them.
+SPLIT: Any = {"type": "Split", "behavior": "Isolated", "invert": False}
 
 LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white space
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -3219,9 +3169,11 @@ CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 # How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
 # those of llama.cpp. The steps are those of the models' own tokenizer.json, because llama.cpp's
-# expressions differ from them in details. A text here is the expression of a split_step().
+# expressions differ from them in details. A text here is the expression of a SPLIT.
 PRE_TOKENIZERS: dict[str, list[Any]] = {
-    name: [split_step(step) if isinstance(step, str) else step for step in steps]
+    name: [
+        SPLIT | {"pattern": {"Regex": step}} if isinstance(step, str) else step for step in steps
+    ]
     for names, steps in {
         "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe dbrx": [LLAMA_3, PLAIN],
         "tekken": [TEKKEN, PLAIN],
@@ -3251,20 +3203,20 @@ LIKE_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2
 # kernels/ is a package that is opened by path, when a model has a use for it. It imports what this
 # file defines from `.llama2`, whatever the name of this file's module is.
 KERNELS = Path(__file__).resolve().parent / "kernels"
-PACKAGE: Any = types.ModuleType("kernels")
-PACKAGE.__path__, PACKAGE.llama2 = [str(KERNELS)], sys.modules.get(__name__)
+SELF: Any = sys.modules.get(__name__)
 
-# Its classes, for which pickles ask this module, and what replaces them where kernels/ is missing.
-UNACCELERATED = {
-    "NativeLinear": QuantizedLinear,
-    "NativeEmbedding": QuantizedEmbedding,
-    "NativeBlock": Block,
-    "NativeLlama": Llama,
-    "PlanesLinear": None,  # which has no blocks
-    "PlanesEmbedding": None,
-    "GraphBlock": Block,
-    "GraphLlama": Llama,
-}
+# What takes its place where the folder is missing.
+UNACCELERATED = types.SimpleNamespace(
+    can_accelerate=lambda device: False,
+    load_kernels=lambda: None,
+    accelerate=lambda model, fast, compile: None,
+    NativeLinear=QuantizedLinear,
+    NativeEmbedding=QuantizedEmbedding,
+    NativeBlock=Block,
+    NativeLlama=Llama,
+    GraphBlock=Block,
+    GraphLlama=Llama,
+)
 
 
 # ==================================================================================================

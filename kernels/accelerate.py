@@ -45,8 +45,9 @@ def accelerate(model: Llama, fast: bool, compile: bool) -> None:
         cpu.accelerate(model, fast)
 
 
-def find_class(name: str) -> type:
+def __getattr__(name: str) -> type:
     """The class of a name that a pickle has."""
-    files = {"Native": "cpu", "Planes": "gpu", "Graph": "graph"}
-    [file] = [file for prefix, file in files.items() if name.startswith(prefix)]
-    return getattr(importlib.import_module(f".{file}", __package__), name)
+    for prefix, file in {"Native": "cpu", "Planes": "gpu", "Graph": "graph"}.items():
+        if name.startswith(prefix):
+            return getattr(importlib.import_module(f".{file}", __package__), name)
+    raise AttributeError(name)
