@@ -1554,8 +1554,8 @@ from pathlib import Path
 
 __all__ += [
     "GGUF_SAMPLING", "LIKE_LLAMA_3", "PRE_TOKENIZERS", "Checkpoint", "QuantizedEmbedding",
-    "QuantizedLinear", "Weight", "accelerate", "build_model", "dequantize", "llama3_divisors", "load",
-    "load_kernels", "naming", "open_checkpoint", "open_hf", "state_dict_from_hf", "use_threads",
+    "QuantizedLinear", "Weight", "accelerate", "build_model", "dequantize", "find_type",
+    "llama3_divisors", "load", "load_kernels", "naming", "open_checkpoint", "open_hf", "state_dict_from_hf", "use_threads",
 ]  # fmt: skip
 
 

@@ -54,13 +54,15 @@ def share_of(name: str, weights: dict[str, Weight], kv_heads: int, rank: int, co
     # 1. The smallest run of rows or columns that must stay on one rank: those of a block; in
     #    attention those of a key/value head and its query heads; in gate_proj and up_proj the rows
     #    that feed one block of down_proj.
-    block, nbytes = weight.block
+    stored = llama2.find_type(weight.ggml_type)
+    block, nbytes = stored.count, stored.nbytes
     size = weight.shape[axis]
     unit = block if axis == 1 else 1
     if ".self_attn." in name:
         unit = size // kv_heads
     if ".mlp." in name:
-        unit = weights[re.sub("[a-z]+_proj", "down_proj", name)].block[0]
+        down = weights[re.sub("[a-z]+_proj", "down_proj", name)]
+        unit = llama2.find_type(down.ggml_type).count
 
     # 2. This rank's range of rows or columns.
     units = size // unit

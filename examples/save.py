@@ -88,8 +88,9 @@ def model_checkpoint(model: llama2.Llama, tokenizer: llama2.Tokenizer | None) ->
 def make_weight(w: Tensor, ggml_type: str = "") -> llama2.Weight:
     """A Weight for a tensor in memory: rows of blocks of `ggml_type`, or else a dense tensor."""
     if ggml_type:
-        count, nbytes = llama2.Weight(ggml_type, (), torch.Tensor).block
-        return llama2.Weight(ggml_type, (len(w), w.shape[1] // nbytes * count), lambda: w)
+        stored = llama2.find_type(ggml_type)
+        columns = w.shape[1] // stored.nbytes * stored.count
+        return llama2.Weight(ggml_type, (len(w), columns), lambda: w)
     w = w if w.dtype in TYPES else w.float()
     rows = torch.atleast_2d(w).view(torch.uint8)
     return llama2.Weight(TYPES[w.dtype], tuple(w.shape), lambda: rows)
@@ -173,7 +174,7 @@ def convert_weight(weight: llama2.Weight, ggml_type: str | None) -> llama2.Weigh
     Where the rows of a matrix are not whole blocks of that type, it becomes F16.
     """
     target = "F32" if len(weight.shape) == 1 else ggml_type or weight.ggml_type
-    if weight.shape[-1] % replace(weight, ggml_type=target).block[0]:
+    if weight.shape[-1] % llama2.find_type(target).count:
         target = "F16"
 
     def read() -> Tensor:
