@@ -148,16 +148,16 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
     "I": (2790, 11.0),
     "II": (5580, 9.0),
-    "III": (10790, 9.2),
+    "III": (10515, 9.2),
     "IV": (3145, 9.0),
 }
-ALL = 22340  # tokens of the file
+ALL = 22075  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
 KERNELS_PYTHON = (10727, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser
-ONCE = 30  # functions that are named in one place, each of which costs a jump
-DEEP = 89  # functions from main() to the text of the first token of README's first command
+ONCE = 27  # functions that are named in one place, each of which costs a jump
+DEEP = 88  # functions from main() to the text of the first token of README's first command
 ADVICE = """Look for what no user would miss: a second way to do one thing, a check or message written
 twice, an option nobody needs, code that only tests call. If a line is dense, let one statement do one
 thing. If all that is left earns its place, raise the number here, and say in the commit what for."""
