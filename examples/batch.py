@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -296,10 +297,11 @@ def main() -> int:
             with llama2.naming(args.file):
                 prompts += args.file.read_text("utf-8").splitlines()
         model, tokenizer = llama2.load(args.model, args.device, "auto", progress=True)
+        sampling = llama2.Sampling(args.temperature, seed=args.seed)
 
         def start(i: int, step: Row) -> Iterator[str]:
-            sampling = llama2.Sampling(args.temperature, seed=(args.seed + i) % 2**63)
-            options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens, "step": step}
+            own = replace(sampling, seed=(args.seed + i) % 2**63)
+            options = {"sampling": own, "max_new_tokens": args.max_new_tokens, "step": step}
             if args.chat:
                 messages = [{"role": "user", "content": prompts[i]}]
                 return llama2.chat(model, tokenizer, messages, **options)
