@@ -389,6 +389,9 @@ def test_what_a_call_must_be(say):
     for text in (CALL, '{"city": "Rome"}'):  # with a form for the last answer, too
         choice, _ = say(source, text, response_format=form)
         assert bool(choice["message"]["content"]) is (text != CALL)
+    form = {"type": "json_object"}  # behind reasoning
+    choice, _ = say(THINKING, "<think>Hm</think>\n{}", tools=[], response_format=form)
+    assert choice["message"]["content"] == "{}"
 
 
 def test_control_tokens_begin_calls(say):
