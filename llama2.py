@@ -2279,9 +2279,10 @@ def read_config(settings: Mapping[str, Any], has_output: bool) -> Config:
     ends = [i for i in dict.fromkeys(settings["eos_token_id"]) if i is not None]
     settings = {**settings, "eos_token_id": ends[0] if ends else None}
     values: dict[str, Any] = {"num_key_value_heads": settings.get("num_attention_heads")}
-    values |= {"rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}
     for name in GGUF_CONFIG:
-        values[name] = get_typed(settings, name, type(getattr(Config, name)), values.get(name))
+        usual = getattr(Config, name)
+        default = values.get(name, None if name in REQUIRED else usual)
+        values[name] = get_typed(settings, name, type(usual), default)
     if settings["rope_type"] == "linear":
         values["rope_scaling_factor"] = get_typed(settings, "factor", float)
     is_tied = get_typed(settings, "tie_word_embeddings", bool, False)
@@ -3056,6 +3057,10 @@ SPECIAL_TOKENS = {  # these have ids in GGUF, and texts in tokenizer_config.json
     "cls_token": "tokenizer.ggml.cls_token_id",
     "mask_token": "tokenizer.ggml.mask_token_id",
 }
+
+# What Config has no default for.
+REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
+max_position_embeddings rms_norm_eps"""
 
 # What else a generation_config.json has: ids, how to compute, what is returned, how to search by
 # several beams or with a second model. Anything that is neither here nor followed is named.
