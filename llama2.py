@@ -1555,15 +1555,16 @@ from pathlib import Path
 __all__ += [
     "GGUF_SAMPLING", "LIKE_LLAMA_3", "PRE_TOKENIZERS", "Checkpoint", "QuantizedEmbedding",
     "QuantizedLinear", "Weight", "accelerate", "build_model", "dequantize", "find_type",
-    "llama3_divisors", "load", "load_kernels", "naming", "open_checkpoint", "open_hf", "state_dict_from_hf", "use_threads",
+    "llama3_divisors", "load", "load_kernels", "naming", "open_checkpoint", "open_hf",
+    "state_dict_from_hf", "use_threads",
 ]  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------
 # 13. Loading
 #
-# load() opens a model by its path or name, decides how to hold its weights, and builds it. The
-# sections behind this one say what a checkpoint is in each format.
+# load() opens a model by its path or name, decides how to hold its weights, and builds it. The next
+# two sections open the two formats, the two after them read vocabularies and hold weights.
 
 
 def load(
@@ -1580,10 +1581,10 @@ def load(
 
     `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
     large models, which is faster. `trainable`: all weights become float32 parameters that take
-    gradients. `context`: ValueError unless `batch_size` caches of that many tokens, which new_cache()
-    will allocate, fit into memory. `compile`: whether to use kernels, which are compiled once (None:
-    for models above 64 MiB). `progress`: show a bar.
-    Raises ValueError or FileNotFoundError.
+    gradients. `compile`: whether to use kernels, which are compiled once (None: for models above
+    64 MiB). `progress`: show a bar. `context` and `batch_size` only check that a cache for them,
+    which new_cache() will allocate, fits into memory beside the weights.
+    Raises ValueError, also if it does not fit, or FileNotFoundError.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     limit = checkpoint.config.max_position_embeddings
@@ -1604,7 +1605,8 @@ def load(
     model.config = replace(model.config, stop_token_ids=(*checkpoint.config.stop_token_ids, *more))
     model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
-        model.cache_dtype = torch.float16  # the kernels compute with it, torch would convert it
+        # The kernels compute with float16; torch would convert the cache at each step.
+        model.cache_dtype = torch.float16
     if plan.kernels or plan.device.type == "cuda":
         accelerate(model, plan.fast, plan.kernels)
     return model, tokenizer
@@ -1612,283 +1614,22 @@ def load(
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a model by its path or name and check its headers. Tensors are read later."""
-    # Absolute: what is read later is the same, whatever becomes of the working directory.
+    # Absolute, because tensors are read later: the working directory may have changed by then.
     path = Path(path).absolute() if Path(path).exists() else find_model(str(path))
     with naming(path):
         if path.is_dir():
-            folder = path
+            folder = path  # the files are there: nothing must be fetched
             path = locate(os.listdir(folder), lambda **patterns: folder, str(folder))
         elif re.search(r"(\.pth|\.safetensors|\.json|_model.*\.bin)$", path.name):
             raise ValueError("one file of a directory; pass the directory")
         return open_hf(path) if path.is_dir() else open_gguf(path)
 
 
-@dataclass
-class Checkpoint:
-    """The content of a model file or directory. Its tensors are read when they are needed."""
-
-    path: str
-    config: Config
-    weights: dict[str, Weight]  # by the names of the model's state_dict()
-    read_tokenizer: Callable[[], Tokenizer]
-    file: GGUF | None = None  # the GGUF file, with its metadata, if it is one
-    recommended: Mapping = field(default_factory=dict)  # what generation_config.json says
-
-    @functools.cached_property
-    def sampling(self) -> dict[str, Any]:
-        """The fields of Sampling that are recommended. A warning names what is not followed."""
-        followed: dict[str, Any] = {}
-        ignored = []
-        # 0, 1 and a limit that is the context's own change nothing.
-        unchanged = 0, 1, self.config.max_position_embeddings
-        for name, value in self.recommended.items():
-            if name in GGUF_SAMPLING:
-                with suppress(ArithmeticError, TypeError, ValueError):
-                    value_type = type(getattr(Sampling, name))  # 50.0 is 50, as in llama.cpp
-                    typed = value_type([value] if isinstance(value, str) else value)
-                    Sampling(**{name: typed})
-                    followed[name] = typed
-                    continue
-            if value and value not in unchanged and not re.fullmatch(HARMLESS, name):
-                ignored.append(GGUF_SAMPLING.get(name, name) if self.file else name)
-        if "repetition_penalty" in self.recommended:  # so in transformers, which looks at all
-            followed.setdefault("penalty_last_n", -1)
-        if self.recommended.get("do_sample") is False:
-            followed["temperature"] = 0.0
-        if ignored:
-            file = self.path if self.file else f"{self.path}/generation_config.json"
-            text = f"{file}: recommended, but not followed: {', '.join(ignored)}"
-            warnings.warn(printable(text), stacklevel=2)
-        return followed
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer, which is read when it is first asked for."""
-        with naming(Path(self.path)):
-            return self.read_tokenizer()
-
-
-def ends_by_text(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """The control tokens that end a text, although the model's files do not say so."""
-    ids = {tokenizer.special_ids[text] for text in tokenizer.marks if re.fullmatch(END_TEXT, text)}
-    return sorted(ids - {config.eos_token_id, *config.stop_token_ids})
-
-
-class Plan(NamedTuple):
-    """How a checkpoint is loaded."""
-
-    device: torch.device
-    dtype: torch.dtype  # of activations, and of matrices that are unpacked
-    kernels: bool  # kernels/ computes the products with quantised matrices
-    fast: bool  # the kernels round activations to 16-bit integers; the cache has 16 bits
-    unpack: bool  # all matrices become dense, of `dtype`
-
-
-def plan_loading(
-    checkpoint: Checkpoint,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | str = "float32",
-    trainable: bool = False,
-    compile: bool | None = None,
-) -> Plan:
-    """Decide how to load a checkpoint; the arguments are those of load(). Raises ValueError."""
-    # 1. The device. For quantised matrices the CPU has kernels, and MPS none.
-    weights = checkpoint.weights.values()
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        is_dense = not any(weight.kept_type(torch.float16) for weight in weights)
-        if is_dense and torch.backends.mps.is_available():
-            device = "mps"
-    try:
-        device = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device {str(device)!r} is not available: {printable(str(error)):.150}"
-        ) from error
-    on_cpu = device.type == "cpu"
-
-    # 2. The dtype of activations. Where a file has bfloat16, float16 might overflow.
-    name = str(dtype).removeprefix("torch.")
-    accepted = ["float32"] if trainable else ["auto", *DTYPES]
-    if name not in accepted:
-        raise ValueError(f"dtype is {name!r:.60}; expected {' or '.join(accepted)}")
-    if name != "auto":
-        activations = getattr(torch, name)
-    elif device.type == "mps" and all(weight.ggml_type != "BF16" for weight in weights):
-        activations = torch.float16
-    else:
-        activations = torch.float32 if on_cpu else torch.bfloat16
-
-    # 3. The kernels: on a CPU for matrices that stay quantised, on CUDA for all. Only "auto" lets
-    #    them round activations.
-    is_quantised = not trainable and any(weight.kept_type(activations) for weight in weights)
-    is_large = sum(weight.nbytes for weight in weights) > LARGE
-    if compile is None:
-        compile = is_large
-    has_use = is_quantised if on_cpu else device.type == "cuda" and not trainable
-    kernels = bool(compile and has_use and open_kernels().can_accelerate(device))
-    fast = kernels and on_cpu and is_large and name == "auto"
-    plan = Plan(device, activations, kernels, fast, unpack=trainable)
-
-    # 4. Without kernels, torch would dequantise every matrix again for each token. "auto" does it
-    #    once, if 1.5 times the memory that the dense matrices need is free. On a CPU, bfloat16
-    #    is slower than float32, but half as large.
-    if name == "auto" and is_quantised and not kernels:
-        dense_dtype = torch.bfloat16 if on_cpu and is_large else activations
-        dense = plan._replace(dtype=dense_dtype, unpack=True)
-        if 1.5 * memory_needed(checkpoint, dense, 1) < free_memory(device):
-            return dense
-    return plan
-
-
-def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
-    """The bytes for the weights and a KV cache of `context` tokens, and 5 % more."""
-    size = 0
-    for weight in checkpoint.weights.values():
-        kept = None if plan.unpack else weight.kept_type(plan.dtype)
-        size += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
-    config = checkpoint.config
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    size += context * numbers * (2 if plan.fast else plan.dtype.itemsize)
-    return 1.05 * size
-
-
-def free_memory(device: torch.device) -> float:
-    """The bytes that are free on a device; infinity if that is unknown (macOS, Windows)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = math.inf
-    with suppress(OSError):  # Linux
-        [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        free = 1024 * int(kilobytes)
-    files = "memory.max memory.limit_in_bytes memory.stat"
-    for limit, statistics in read_cgroups(files, r"(?s)^(\d+)(.*)"):  # it may be "max"
-        # What cannot be freed: in version 2, anon and shmem; in version 1, the lines with "total_",
-        # because there "shmem" is the group's own.
-        names = r"(?s)\b(?:anon|total_rss|total_shmem|shmem(?!.*total_)) (\d+)"
-        free = min(free, int(limit) - sum(map(int, re.findall(names, statistics))))
-    return free
-
-
-def read_cgroups(files: str, pattern: str) -> Iterator:
-    """What a pattern finds in the files of the process's cgroup, and of each one around it: what
-    containers and Slurm allow. The files are those of version 2 and of version 1 (Linux)."""
-    with suppress(OSError):
-        text = Path("/proc/self/cgroup").read_text()
-        for controllers, group in re.findall(r"(?m)^\d+:(.*?):(.*)$", text):
-            innermost = Path(f"/sys/fs/cgroup/{controllers}{group}")
-            for folder in innermost, *innermost.parents:
-                paths = map(folder.joinpath, files.split())
-                text = " ".join(path.read_text() for path in paths if path.is_file())
-                yield from re.findall(pattern, text)
-
-
-def use_threads(given: int | None = None) -> str:
-    """Set the number of torch's threads, and so that of the kernels'; say how many, and why.
-
-    As many as `given`, else torch's choice (OMP_NUM_THREADS, or one for each core that the process may
-    use), but no more than a quota of CPU time allows, rounded up.
-    """
-    threads, why = given or torch.get_num_threads(), "as given" if given else "torch's choice"
-    if not given and "OMP_NUM_THREADS" not in os.environ:
-        files = "cpu.max cpu.cfs_quota_us cpu.cfs_period_us"
-        for quota, period in read_cgroups(files, r"^(\d+)\s+(\d+)"):
-            limit = math.ceil(int(quota) / int(period)), "a quota of CPU time"
-            threads, why = min((threads, why), limit)  # if equal, as when called again: the quota
-    torch.set_num_threads(threads)
-    return f"{threads} thread{'s' if threads > 1 else ''} ({why})"
-
-
-@functools.cache
-def open_kernels() -> Any:
-    """kernels/accelerate.py as a module; UNACCELERATED, with a warning, if the folder is missing."""
-    if not KERNELS.is_dir():
-        problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
-        warnings.warn(f"models will be slow: {problem}", stacklevel=2)
-        return UNACCELERATED
-    name = f"kernels_{id(SELF)}"  # a copy of this file has another
-    package = sys.modules[name] = types.ModuleType(name)
-    package.__path__ = [str(KERNELS)]
-    sys.modules[f"{name}.llama2"] = SELF
-    return importlib.import_module(f"{name}.accelerate")
-
-
-def load_kernels() -> Any:
-    """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
-
-    It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
-    go through a layer together, and each gets the same bits as if it went alone.
-    """
-    return open_kernels().load_kernels()
-
-
-def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
-    """Make a model faster by changing the classes of its modules; returns the model.
-
-    On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
-    load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
-    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
-    in the worst case 6e-5). What a kernel computes is no operation of torch: FlopCounterMode and
-    profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
-    On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
-    once per machine, and quantised matrices are rearranged for kernels/gpu.py.
-    """
-    open_kernels().accelerate(model, fast, compile)
-    return model
-
-
-def __getattr__(name: str) -> Any:
-    """A class of kernels/, for which pickles ask this module."""
-    if re.match("(Native|Planes|Graph)[A-Z]", name):
-        return getattr(open_kernels(), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def build_model(
-    checkpoint: Checkpoint,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    unpack: bool = False,
-    trainable: bool = False,
-    progress: bool = False,
-) -> Llama:
-    """Build the model of a checkpoint for activations of `dtype`.
-
-    Its matrices are kept as Weight.kept_type() says; with `unpack` all become dense. Only with
-    `trainable` do they take gradients.
-    """
-    with torch.device("meta"):
-        model = Llama(checkpoint.config)
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    weights = checkpoint.weights.items()
-    is_off = None if progress else True  # None: it is shown if stderr is a terminal
-    for name, weight in tqdm(weights, "loading", leave=False, disable=is_off, unit="tensor"):
-        module = name.removesuffix(".weight")
-        ggml_type = None if unpack else weight.kept_type(dtype)
-        with naming(f"{checkpoint.path}: {name}"):
-            if ggml_type is None:
-                w = weight.dense(dtype).to(device)
-                model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
-                continue
-            is_same = ggml_type == weight.ggml_type
-            rows = weight.read() if is_same else weight.dense(torch.float16).view(torch.uint8)
-            layer_class = QuantizedEmbedding if module == "embed_tokens" else QuantizedLinear
-            model.set_submodule(module, layer_class(rows.to(device), ggml_type, dtype))
-    if checkpoint.config.tie_word_embeddings:
-        embedding: Any = model.embed_tokens
-        if isinstance(embedding, Quantized):
-            model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
-        else:
-            model.lm_head.weight = embedding.weight
-    return model.train(trainable)
-
-
 def find_model(name: str) -> Path:
     """The path of the model that a name means. If it is on the hub, its files are downloaded.
 
-    The name is that of an installed package, or as in HUB_NAME. Raises ValueError or
-    FileNotFoundError.
+    The name is that of an installed package, or ORG/NAME[@REVISION][:TYPE or /FILE.gguf] for the
+    hub (HUB_NAME). Raises ValueError or FileNotFoundError.
     """
     package = importlib.util.find_spec(name) if name.isidentifier() else None
     if package and package.submodule_search_locations:
@@ -1913,28 +1654,28 @@ def find_model(name: str) -> Path:
         except Exception:  # noqa: BLE001
             # Without a network: the files in the hub's cache. If there are none, this raises.
             folder = fetch(allow_patterns=[])
-            names = [file.relative_to(folder).as_posix() for file in Path(folder).rglob("*")]
+            names = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*")]
         return locate(names, fetch, repository, pattern)
-    except FileError:
+    except FileError:  # of locate(): it says what is wrong
         raise
     except Exception as error:
-        advice = f"it cannot be downloaded: {str(error)[:300]}"
+        reason = f"it cannot be downloaded: {str(error)[:300]}"
         if isinstance(error, ImportError):
-            advice = f"for the hub: pip install {error.name}"
-        raise ValueError(printable(f"{name}: no such file, and {advice}")) from error
+            reason = f"for the hub: pip install {error.name}"
+        raise ValueError(printable(f"{name}: no such file, and {reason}")) from error
 
 
 def locate(names: Iterable[str], fetch: Callable[..., Any], source: str, pattern: str = "") -> Path:
     """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
 
-    fetch(allow_patterns=...) makes sure that such files are there, and returns their folder.
-    `pattern` must match the name of the GGUF file. Raises FileError.
+    fetch(allow_patterns=...) downloads files if need be, and returns their folder. `pattern` must
+    match the name of the GGUF file; errors name the `source`. Raises FileError.
     """
     # 1. A Hugging Face directory, unless a GGUF file is asked for.
     names = sorted(names)
     if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
         folder = Path(fetch(allow_patterns=HF_FILES))
-        hf_settings(folder)  # raises, if it must, before the weights are downloaded
+        hf_settings(folder)  # refuses a model before its weights are downloaded
         fetch(allow_patterns=[WEIGHTS] if WEIGHTS in names else weight_files(folder))
         return folder
 
@@ -1959,12 +1700,279 @@ def locate(names: Iterable[str], fetch: Callable[..., Any], source: str, pattern
     raise FileError(Path(source), problem)
 
 
+@dataclass
+class Checkpoint:
+    """The content of a model file or directory. Its tensors are read when they are needed."""
+
+    path: str
+    config: Config
+    weights: dict[str, Weight]  # by the names of the model's state_dict()
+    read_tokenizer: Callable[[], Tokenizer]
+    file: GGUF | None = None  # the open file, with its metadata; None for a directory
+    recommended: Mapping = field(default_factory=dict)  # what generation_config.json says
+
+    @functools.cached_property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of Sampling that are recommended. A warning names what is not followed."""
+        followed: dict[str, Any] = {}
+        ignored = []
+        # These values change nothing: 0, 1, and a limit on tokens that is the context's own.
+        unchanged = 0, 1, self.config.max_position_embeddings
+        for name, value in self.recommended.items():
+            if name in GGUF_SAMPLING:
+                # Convert it to the type of the field's default: 50.0 is 50, as in llama.cpp, and
+                # one stop string is a tuple of one. What Sampling refuses is not followed.
+                with suppress(ArithmeticError, TypeError, ValueError):
+                    field_type = type(getattr(Sampling, name))
+                    typed = field_type([value] if isinstance(value, str) else value)
+                    Sampling(**{name: typed})
+                    followed[name] = typed
+                    continue
+            if value and value not in unchanged and not re.fullmatch(HARMLESS, name):
+                ignored.append(GGUF_SAMPLING.get(name, name) if self.file else name)
+        if "repetition_penalty" in self.recommended:  # in transformers it looks at all tokens
+            followed.setdefault("penalty_last_n", -1)
+        if self.recommended.get("do_sample") is False:
+            followed["temperature"] = 0.0
+        if ignored:
+            file = self.path if self.file else f"{self.path}/generation_config.json"
+            text = f"{file}: recommended, but not followed: {', '.join(ignored)}"
+            warnings.warn(printable(text), stacklevel=2)
+        return followed
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, which is read when it is first asked for."""
+        with naming(Path(self.path)):
+            return self.read_tokenizer()
+
+
+def ends_by_text(config: Config, tokenizer: Tokenizer) -> list[int]:
+    """The control tokens that end a text by what they are called (END_TEXT), but for `config`'s."""
+    ids = {tokenizer.special_ids[text] for text in tokenizer.marks if re.fullmatch(END_TEXT, text)}
+    return sorted(ids - {config.eos_token_id, *config.stop_token_ids})
+
+
+class Plan(NamedTuple):
+    """How a checkpoint is loaded."""
+
+    device: torch.device
+    dtype: torch.dtype  # of activations, and of matrices that are unpacked
+    kernels: bool  # kernels/ computes the products with quantised matrices
+    fast: bool  # the kernels round activations to 16-bit integers; the cache has 16 bits
+    unpack: bool  # all matrices become dense, of `dtype`
+
+
+def plan_loading(
+    checkpoint: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "float32",
+    trainable: bool = False,
+    compile: bool | None = None,
+) -> Plan:
+    """Decide how to load a checkpoint; the arguments are those of load(). Raises ValueError."""
+    # 1. The device. "auto" takes MPS for dense models only: it has no kernels for quantised ones.
+    weights = checkpoint.weights.values()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        is_dense = not any(weight.kept_type(torch.float16) for weight in weights)
+        if is_dense and torch.backends.mps.is_available():
+            device = "mps"
+    try:
+        device = torch.empty(0, device=device).device  # with its number: cuda:0
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device {str(device)!r} is not available: {printable(str(error)):.150}"
+        ) from error
+    on_cpu = device.type == "cpu"
+
+    # 2. The dtype of activations. "auto" runs no bfloat16 in float16, which might overflow.
+    dtype_name = str(dtype).removeprefix("torch.")
+    accepted = ["float32"] if trainable else ["auto", *DTYPES]
+    if dtype_name not in accepted:
+        raise ValueError(f"dtype is {dtype_name!r:.60}; expected {' or '.join(accepted)}")
+    if dtype_name != "auto":
+        activations = getattr(torch, dtype_name)
+    elif device.type == "mps" and all(weight.ggml_type != "BF16" for weight in weights):
+        activations = torch.float16
+    else:
+        activations = torch.float32 if on_cpu else torch.bfloat16
+
+    # 3. The kernels: on a CPU for matrices that stay quantised, on CUDA for all. Only "auto" lets
+    #    them round activations.
+    is_quantised = not trainable and any(weight.kept_type(activations) for weight in weights)
+    is_large = sum(weight.nbytes for weight in weights) > LARGE
+    if compile is None:
+        compile = is_large
+    has_use = is_quantised if on_cpu else device.type == "cuda" and not trainable
+    kernels = bool(compile and has_use and open_kernels().can_accelerate(device))
+    fast = kernels and on_cpu and is_large and dtype_name == "auto"
+    plan = Plan(device, activations, kernels, fast, unpack=trainable)
+
+    # 4. Without kernels, torch would dequantise every matrix again for each token. "auto" does it
+    #    once, if 1.5 times the memory that the dense matrices need is free. On a CPU, bfloat16
+    #    is slower than float32, but half as large.
+    if dtype_name == "auto" and is_quantised and not kernels:
+        dense_dtype = torch.bfloat16 if on_cpu and is_large else activations
+        dense = plan._replace(dtype=dense_dtype, unpack=True)
+        if 1.5 * memory_needed(checkpoint, dense, 1) < free_memory(device):
+            return dense
+    return plan
+
+
+def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
+    """The bytes for the weights and a KV cache of `context` tokens, and 5 % more."""
+    size = 0
+    for weight in checkpoint.weights.values():
+        kept = None if plan.unpack else weight.kept_type(plan.dtype)
+        # A copy of the description, as if the file had the type that the model will have.
+        size += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
+    config = checkpoint.config
+    # The keys and values of one token.
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    size += context * numbers * (2 if plan.fast else plan.dtype.itemsize)
+    return 1.05 * size
+
+
+def free_memory(device: torch.device) -> float:
+    """The bytes that are free on a device; infinity if that is unknown (macOS, Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = math.inf
+    with suppress(OSError):  # Linux
+        [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free = 1024 * int(kilobytes)
+    files = "memory.max memory.limit_in_bytes memory.stat"
+    for limit, statistics in read_cgroups(files, r"(?s)^(\d+)(.*)"):  # "max" does not match
+        # Subtract what cannot be freed: in version 2, anon and shmem; in version 1, the two lines
+        # with "total_", because there "shmem" leaves out the groups within this one.
+        names = r"(?s)\b(?:anon|total_rss|total_shmem|shmem(?!.*total_)) (\d+)"
+        free = min(free, int(limit) - sum(map(int, re.findall(names, statistics))))
+    return free
+
+
+def read_cgroups(files: str, pattern: str) -> Iterator:
+    """What a pattern finds in the files of the process's cgroup, and of each one around it: the
+    limits that containers and Slurm set. The files are those of version 2 and version 1 (Linux).
+    """
+    with suppress(OSError):
+        text = Path("/proc/self/cgroup").read_text()
+        for controllers, group in re.findall(r"(?m)^\d+:(.*?):(.*)$", text):
+            innermost = Path(f"/sys/fs/cgroup/{controllers}{group}")  # version 2: no controllers
+            for folder in innermost, *innermost.parents:
+                paths = map(folder.joinpath, files.split())
+                text = " ".join(path.read_text() for path in paths if path.is_file())
+                yield from re.findall(pattern, text)
+
+
+def use_threads(given: int | None = None) -> str:
+    """Set the number of torch's threads, which the kernels use, too; say how many, and why.
+
+    As many as `given`, else as OMP_NUM_THREADS says, else one for each core that the process may
+    use (torch's choice), but no more than a quota of CPU time allows, rounded up.
+    """
+    threads, why = given or torch.get_num_threads(), "as given" if given else "torch's choice"
+    if not given and "OMP_NUM_THREADS" not in os.environ:
+        files = "cpu.max cpu.cfs_quota_us cpu.cfs_period_us"
+        for quota, period in read_cgroups(files, r"^(\d+)\s+(\d+)"):
+            limit = math.ceil(int(quota) / int(period)), "a quota of CPU time"
+            # Of two equal numbers, as in a second call, the quota's counts: "a" is before "t".
+            threads, why = min((threads, why), limit)
+    torch.set_num_threads(threads)
+    return f"{threads} thread{'s' if threads > 1 else ''} ({why})"
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    unpack: bool = False,
+    trainable: bool = False,
+    progress: bool = False,
+) -> Llama:
+    """Build the model of a checkpoint for activations of `dtype`.
+
+    Its matrices are kept as Weight.kept_type() says; with `unpack` all become dense. Only with
+    `trainable` do they take gradients.
+    """
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    with torch.device("meta"):  # without memory: each parameter is replaced below
+        model = Llama(checkpoint.config)
+    weights = checkpoint.weights.items()
+    is_off = None if progress else True  # None: tqdm shows a bar if stderr is a terminal
+    for name, weight in tqdm(weights, "loading", leave=False, disable=is_off, unit="tensor"):
+        module = name.removesuffix(".weight")
+        ggml_type = None if unpack else weight.kept_type(dtype)
+        with naming(f"{checkpoint.path}: {name}"):
+            if ggml_type is None:
+                w = weight.dense(dtype).to(device)
+                model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
+                continue
+            is_same = ggml_type == weight.ggml_type  # else it is F16
+            rows = weight.read() if is_same else weight.dense(torch.float16).view(torch.uint8)
+            layer_class = QuantizedEmbedding if module == "embed_tokens" else QuantizedLinear
+            model.set_submodule(module, layer_class(rows.to(device), ggml_type, dtype))
+    if checkpoint.config.tie_word_embeddings:
+        embedding: Any = model.embed_tokens
+        if isinstance(embedding, Quantized):
+            model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
+        else:
+            model.lm_head.weight = embedding.weight
+    return model.train(trainable)
+
+
+def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
+    """Make a model faster by changing the classes of its modules; returns the model.
+
+    On a CPU, kernels/cpu.cpp then computes the quantised layers, if it compiles: see
+    load_kernels(). Activations stay float32 (relative error 1e-6 per layer). With `fast` they are
+    rounded to 16-bit integers, with a scale per group, in products with quantised matrices (3e-5;
+    in the worst case 6e-5). torch does not see what a kernel computes: FlopCounterMode and
+    profilers do not count it, and a replaced F.scaled_dot_product_attention is not called.
+    On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
+    once per machine, and quantised matrices are rearranged for kernels/gpu.py.
+    """
+    open_kernels().accelerate(model, fast, compile)
+    return model
+
+
+def load_kernels() -> Any:
+    """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
+
+    It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
+    go through a layer together, and each gets the same bits as if it went alone.
+    """
+    return open_kernels().load_kernels()
+
+
+@functools.cache
+def open_kernels() -> Any:
+    """kernels/accelerate.py as a module; without the folder UNACCELERATED, with a warning."""
+    if not KERNELS.is_dir():
+        problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
+        warnings.warn(f"models will be slow: {problem}", stacklevel=2)
+        return UNACCELERATED
+    name = f"kernels_{id(SELF)}"  # a copy of this file opens a package of its own
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [str(KERNELS)]
+    sys.modules[f"{name}.llama2"] = SELF
+    return importlib.import_module(f"{name}.accelerate")
+
+
+def __getattr__(name: str) -> Any:
+    """A class of kernels/, which unpickling looks up in this module."""
+    if re.match("(Native|Planes|Graph)[A-Z]", name):
+        return getattr(open_kernels(), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 # --------------------------------------------------------------------------------------------------
 # 14. GGUF
 #
-# The format is that of docs/gguf.md of ggml. A GGUF file is a Hugging Face folder in one file:
-# gguf_settings() gives its keys that folder's names. From there on there is one way: read_config(),
-# Checkpoint.sampling, make_vocabulary().
+# ggml's docs/gguf.md describes the format. A GGUF file is a Hugging Face folder in one file:
+# gguf_settings() translates its keys to the settings of that folder. From there on, both formats go
+# one way: read_config(), Checkpoint.sampling, make_vocabulary().
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -1974,6 +1982,7 @@ def open_gguf(path: Path) -> Checkpoint:
     metadata = file.metadata
     weights = file.weights
     count = get_typed(metadata, "split.count", int, 1)
+    # is_first is 1 if the name ends so, else 0.
     stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", path.name)
     if count > 1 and not is_first:
         raise ValueError(f"one of {count} splits; pass NAME-00001-of-{count:05}.gguf")
@@ -1983,10 +1992,10 @@ def open_gguf(path: Path) -> Checkpoint:
     # 2. The Config, if the model is one that this file can run.
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
-    settings = gguf_settings(metadata)
+    settings = gguf_settings(metadata)  # three dictionaries
     try:
         config = read_config(settings[0], "output.weight" in weights)
-    except ValueError as error:  # of a setting, which has another name in the file
+    except ValueError as error:  # it names a setting of config.json: name the file's key instead
         words = re.sub(r"\w+", lambda word: GGUF_CONFIG.get(word[0], word[0]), str(error))
         raise ValueError(words) from error
     for key in "llama.rope.dimension_count", "llama.attention.value_length":
@@ -2005,12 +2014,14 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
-    """What config.json, generation_config.json and tokenizer_config.json would say. Raises ValueError."""
+    """The settings in a GGUF file's metadata, as config.json, generation_config.json and
+    tokenizer_config.json would have them. Raises ValueError.
+    """
     # 1. config.json
     get = functools.partial(get_typed, metadata)
     pieces = get("tokenizer.ggml.tokens", list)
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    old_factor = get("llama.rope.scale_linear", float, 1.0)  # of old files
+    old_factor = get("llama.rope.scale_linear", float, 1.0)  # the key of old files
     factor = get("llama.rope.scaling.factor", float, old_factor)
     is_scaled = metadata.get("llama.rope.scaling.type") != "none"
     config = {name: metadata.get(key) for name, key in GGUF_CONFIG.items()}
@@ -2020,23 +2031,23 @@ def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
         "eos_token_id": ends + get("tokenizer.ggml.eos_token_ids", list, []),  # ollama writes these
         "rope_type": "linear" if is_scaled else "default",
         "factor": factor or 1.0,  # converters write 0 for none
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": True,  # read_config() sees whether there is an output matrix
     }
 
-    # 2. generation_config.json: what is not followed keeps its key.
+    # 2. generation_config.json. What Sampling has no field for keeps its key.
     names = {key: name for name, key in GGUF_SAMPLING.items()}
-    generation = {
+    generation_config = {
         names.get(key, key): value
         for key, value in metadata.items()
         if key.startswith("general.sampling.")
     }
 
-    # 3. tokenizer_config.json. llama.cpp, too, ignores ids that are out of range.
+    # 3. tokenizer_config.json
     is_llama = metadata.get("tokenizer.ggml.model") == "llama"
     pre = metadata.get("tokenizer.ggml.pre")
     default_bos = is_llama or (pre in LIKE_LLAMA_3 and pre != "minicpm5")
     templates = (f"tokenizer.chat_template{name}" for name in ("", ".tool_use"))
-    tokenizer = {
+    tokenizer_config = {
         "add_bos_token": get("tokenizer.ggml.add_bos_token", bool, default_bos),
         "chat_template": join_templates(*(get(key, str, "") for key in templates)),
     }
@@ -2044,14 +2055,14 @@ def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
     for name, key in SPECIAL_TOKENS.items():
         i = metadata.get(key, ids.get(name))
         if i in range(len(pieces)):
-            tokenizer[name] = pieces[i]
-        elif i is not None:
+            tokenizer_config[name] = pieces[i]
+        elif i is not None:  # llama.cpp ignores it, too
             warnings.warn(f"{key} is {i!r}: ignored", stacklevel=2)
-    return config, generation, tokenizer
+    return config, generation_config, tokenizer_config
 
 
 def gguf_name(name: str) -> str:
-    """layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
+    """A tensor's name in GGUF: layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight."""
     *parents, module, _ = name.split(".")
     block = f"blk.{parents[1]}." if parents else ""
     return f"{block}{GGUF_NAMES[module]}.weight"
@@ -2088,7 +2099,7 @@ class GGUF:
                     if key in self.metadata:
                         raise ValueError("a duplicate key")
                     [value_type] = self.unpack("I")
-                    if value_type == GGUF_ARRAY:
+                    if value_type == GGUF_ARRAY:  # the type and the number of its items follow
                         self.metadata[key] = self.values(*self.unpack("IQ"))
                     else:
                         [self.metadata[key]] = self.values(value_type)
@@ -2164,7 +2175,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     # 1. The weights, with the rows of q_proj and k_proj in Meta's order.
     settings = hf_settings(folder)
 
-    def reorder(weight: Weight) -> Weight:
+    def reorder(weight: Weight) -> Weight:  # the lambda runs later, with `config` from below
         return replace(
             weight, read=lambda: rows_from_hf(weight.read(), config.head_dim).contiguous()
         )
@@ -2176,10 +2187,10 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
                 weights |= safetensors_weights(path)
     weights = rename_from_hf(weights, reorder)
 
-    # 2. The Config. Two files may have an id, or a list of ids, that end a text.
-    generation = read_json(folder / "generation_config.json")
+    # 2. The Config. Both files may name an id that ends a text, or a list of such ids.
+    generation_config = read_json(folder / "generation_config.json")
     ends: list = []
-    for end in settings.get("eos_token_id"), generation.get("eos_token_id"):
+    for end in settings.get("eos_token_id"), generation_config.get("eos_token_id"):
         ends += end if isinstance(end, list) else [end]
     with naming(folder / "config.json"):
         config = read_config(settings | {"eos_token_id": ends}, "lm_head.weight" in weights)
@@ -2188,7 +2199,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         config,
         weights=match_tensors(weights, config),
         read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
-        recommended=generation,
+        recommended=generation_config,
     )
 
 
@@ -2196,13 +2207,14 @@ def hf_settings(folder: Path) -> dict[str, Any]:
     """config.json, with transformers' defaults for what it leaves out. Raises ValueError."""
     path = folder / "config.json"
     with naming(path):
+        # (The sliding window is Mistral's: any other model loses it below.)
         defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": 4096}
         settings = defaults | read_json(path)
         # The settings of RoPE have two names; where a file has both, transformers uses the first.
         rope = get_typed(settings, "rope_scaling", dict, {}) or get_typed(
             settings, "rope_parameters", dict, {}
         )
-        # Its items (factor, rope_theta, ...) join the settings.
+        # Its items (factor, rope_theta, ...) join the settings. In old files rope_type is "type".
         settings |= {"rope_type": rope.get("type", "default")} | rope
         for key, accepted in HF_ACCEPTED.items():
             require(settings, key, accepted)
@@ -2210,13 +2222,13 @@ def hf_settings(folder: Path) -> dict[str, Any]:
         context = max(context, get_typed(settings, "max_sequence_length", int, 0))
         if settings.get("model_type") != "mistral":
             del settings["sliding_window"]
-        # Mistral is Llama as long as the window is not full.
+        # Mistral is Llama as long as a text fits into its window.
         context = min(context, get_typed(settings, "sliding_window", int, context))
         return settings | {"max_position_embeddings": context}
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the files in a folder that have its tensors, as transformers finds them."""
+    """The names of the files that hold a folder's tensors, as transformers finds them."""
     if (folder / WEIGHTS).exists():
         return [WEIGHTS]
     with naming(folder / INDEX):
@@ -2236,11 +2248,11 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     weights = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if name.endswith(INV_FREQ):  # of any type
+        if name.endswith(INV_FREQ):  # skipped, so its type does not matter
             end = entry["data_offsets"][1]
             continue
         with naming(name):
-            # The last of these is only there for the message.
+            # No file has the last of these as its dtype: it is there to end the message.
             require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
             weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
             require(entry, "data_offsets", [[end, end + weight.nbytes]])
@@ -2252,7 +2264,9 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
 
 
 def rename_from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
-    """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes rows."""
+    """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes the rows of
+    q_proj and k_proj (and of norms of q and k, which Llama does not have).
+    """
     return {
         name.removeprefix("model."): reorder(t) if re.search(r"[qk]_(proj|norm)\.", name) else t
         for name, t in tensors.items()
@@ -2273,11 +2287,14 @@ def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str,
 def read_config(settings: Mapping[str, Any], has_output: bool) -> Config:
     """The Config that config.json describes. Raises ValueError.
 
-    `has_output`: whether there is an output matrix.
+    In `settings`, "eos_token_id" is a list. `has_output`: whether the file has an output matrix.
     """
-    # The first of the ids that end a text is EOS.
+    # The first of the ids that end a text is EOS, the others are stop_token_ids.
     ends = [i for i in dict.fromkeys(settings["eos_token_id"]) if i is not None]
     settings = {**settings, "eos_token_id": ends[0] if ends else None}
+    # Read the fields of Config that GGUF_CONFIG names. Config's default shows the type of each, and
+    # stands for what is missing, unless that is REQUIRED. num_key_value_heads has another default,
+    # which `values` holds until its turn comes.
     values: dict[str, Any] = {"num_key_value_heads": settings.get("num_attention_heads")}
     for name in GGUF_CONFIG:
         usual = getattr(Config, name)
@@ -2308,7 +2325,7 @@ def llama3_divisors(rope: Mapping, config: Config) -> tuple[float, ...]:
     context = config.max_position_embeddings
     original = get_typed(rope, "original_max_position_embeddings", int, context)
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    # How many full turns a pair makes in the original context: between low and high, interpolate.
+    # How many full turns a pair makes in the original context. Interpolate from `low` to `high`.
     turns = original / (2 * math.pi * config.rope_theta**pair)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     divisors = 1 / ((1 - smooth) / factor + smooth)
@@ -2323,7 +2340,7 @@ def match_tensors(
     name_in_file() gives the file's name for one of the model's. Raises ValueError unless the file
     has exactly the tensors of the model, in their shapes.
     """
-    if config.num_hidden_layers > len(weights):  # said before anything of that size is built
+    if config.num_hidden_layers > len(weights):  # before a table of that size is made
         raise ValueError(f"{config.num_hidden_layers} layers, but only {len(weights)} tensors")
     with torch.device("meta"):  # one layer is enough: all have the same names and shapes
         model = Llama(replace(config, num_hidden_layers=1))
@@ -2386,6 +2403,7 @@ def read_file(path: Path) -> bytes:
 
 def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence) -> Weight:
     """The tensor at `offset` in a file. Raises ValueError if it does not fit."""
+    # (The function is called later, when there is a `weight`.)
     weight = Weight(
         ggml_type,
         tuple(shape),
@@ -2402,16 +2420,20 @@ def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence
 
 
 class MappedFile:
-    """A file in memory (mmap). Pages that are never read take none. Raises ValueError or OSError."""
+    """A file mapped into memory (mmap). Pages that are never read take no memory.
+
+    Raises ValueError or OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_file():  # reading a pipe could wait for ever
             raise ValueError("not a regular file")
-        with path.open("rb") as file:  # what is changed in memory does not reach the file
+        with path.open("rb") as file:
+            # With either option, changes in memory do not reach the file.
             options: Any = {"access": mmap.ACCESS_COPY}
             if sys.platform == "linux":
-                # 0x4000 is MAP_NORESERVE. Linux would refuse to map a file that is larger than the
-                # memory, because all of it could be changed.
+                # 0x4000 is MAP_NORESERVE. Without it, Linux would refuse to map a file that is
+                # larger than the memory, because all of it could be changed.
                 options = {"flags": mmap.MAP_PRIVATE | 0x4000}
             self.data = mmap.mmap(file.fileno(), 0, **options)
         if self.data[:23] == b"version https://git-lfs":
@@ -2423,11 +2445,13 @@ class MappedFile:
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
-        if offset in self.returned:  # for another model: changes to one must not reach the other
+        # Who asks again builds another model. It gets a new mapping of the file, so that changes to
+        # one model do not reach the other.
+        if offset in self.returned:
             self.data, self.returned = MappedFile(self.path).data, set()
         self.returned.add(offset)
         t = torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=offset)
-        # In old safetensors files a tensor may begin at any byte. A copy is aligned, as torch needs.
+        # In old safetensors files a tensor may begin at any byte. torch needs an aligned copy.
         return t.clone() if offset % 4 else t
 
 
@@ -2440,7 +2464,7 @@ def naming(item: str | Path) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file can make Python's modules raise anything
         text = str(error)
-        if getattr(error, "filename", None):
+        if getattr(error, "filename", None):  # a FileError or OSError that names its file
             raise
         if not isinstance(error, (ValueError, NotImplementedError, OSError)):
             text = f"damaged: {type(error).__name__} {text}"
@@ -2463,12 +2487,15 @@ def printable(text: str) -> str:
 # --------------------------------------------------------------------------------------------------
 # 16. Vocabularies
 #
-# tokenizers runs a tokenizer.json, as it is; sentencepiece runs a tokenizer.model. A GGUF file holds
-# lists of pieces, types, scores or merges instead, from which one of the two is built.
+# The package tokenizers runs a tokenizer.json as it is, sentencepiece a tokenizer.model. A GGUF
+# file has lists of pieces, types, and scores or merges instead, from which one of the two is built.
 
 
 def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
-    """The tokenizer of a tokenizer.model, tokenizer.json or GGUF file. Raises ValueError."""
+    """The tokenizer of a tokenizer.model, tokenizer.json or GGUF file. Raises ValueError.
+
+    `config`: that of the model, if there is one. A GGUF file does not need it.
+    """
     path = Path(path)
     with naming(path):
         if path.suffix in (".model", ".json"):
@@ -2481,7 +2508,9 @@ Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any], settings: tuple = ()) -> Vocabulary:
-    """The vocabulary that GGUF's keys describe. Raises ValueError."""
+    """The vocabulary that GGUF's keys describe. `settings`: those of gguf_settings(). Raises
+    ValueError.
+    """
     # 1. The lists of pieces and types. "llama" is SentencePiece, "gpt2" byte-level BPE.
     get = functools.partial(get_typed, metadata)
     is_llama = require(metadata, "tokenizer.ggml.model", ("llama", "gpt2")) == "llama"
@@ -2490,18 +2519,21 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], settings: tuple = ()) -> V
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
     # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
     scheme = get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never")
-    read = Vocabulary(pieces, types, None, prepend_scheme=scheme)
-    config, _, tokenizer = settings or gguf_settings(metadata)
-    vocabulary = make_vocabulary(read, tokenizer, {}, config["eos_token_id"][1:], [USER_DEFINED])
+    raw = Vocabulary(pieces, types, None, prepend_scheme=scheme)
+    config, _, tokenizer_config = settings or gguf_settings(metadata)
+    # EOS, the first of the ids that end a text, is among the special tokens already.
+    vocabulary = make_vocabulary(
+        raw, tokenizer_config, {}, config["eos_token_id"][1:], [USER_DEFINED]
+    )
 
-    # 2. The tokenizer.model or tokenizer.json.
+    # 2. The tokenizer.model or tokenizer.json that the lists stand for.
     types = vocabulary.types
     if is_llama:
-        if "unk_token" in tokenizer and types.count(UNKNOWN) != 1:
-            # SentencePiece needs one. In old files, what only pads the vocabulary is of this type, too.
-            # llama.cpp takes it for control tokens.
+        if "unk_token" in tokenizer_config and types.count(UNKNOWN) != 1:
+            # SentencePiece needs exactly one. In old files, the pieces that only pad the vocabulary
+            # have this type, too; llama.cpp takes those for control tokens.
             types = vocabulary.types = [CONTROL if t == UNKNOWN else t for t in types]
-            types[pieces.index(tokenizer["unk_token"])] = UNKNOWN
+            types[pieces.index(tokenizer_config["unk_token"])] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
@@ -2534,74 +2566,76 @@ def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
     ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id} if config else {}
     ends = {config.eos_token_id, *config.stop_token_ids} if config else set()
 
-    # 1. The file itself. Its added tokens count more than those of tokenizer_config.json. Those that
-    #    the model lacks are left out: Llama 2's directory has one.
+    # 1. The file itself. Where it and tokenizer_config.json have an added token of one id, the
+    #    file's counts. Those that the model lacks are left out: Llama 2's directory has one.
     with naming(path):
         is_json = path.suffix == ".json"
         if is_json:
-            typed, read = read_tokenizer_json(path)
-            added += read.model["added_tokens"]
+            entries, raw = read_tokenizer_json(path)  # entries: {id: (piece, type)}
+            added += raw.model["added_tokens"]
         else:
-            typed, read = read_tokenizer_model(path, settings)
+            entries, raw = read_tokenizer_model(path, settings)
         tokens = {token["id"]: token for token in added if token["id"] < limit}
         for i, token in tokens.items():
             text = get_typed(token, "content", str)
-            typed[i] = text, CONTROL if token.get("special") else USER_DEFINED
-        count = max(typed) + 1
+            entries[i] = text, CONTROL if token.get("special") else USER_DEFINED
+        count = max(entries) + 1
         if count > limit:
             raise ValueError(f"{count} pieces; the model has {limit}")
-        filled = [typed.get(i, (f"[PAD{i}]", UNUSED)) for i in range(count)]
-        read.pieces, read.types = map(list, zip(*filled))
+        filled = [entries.get(i, (f"[PAD{i}]", UNUSED)) for i in range(count)]
+        raw.pieces, raw.types = map(list, zip(*filled))
         if is_json:
-            read.model["added_tokens"] = [*tokens.values()]
-            ends &= tokens.keys()  # any other id may be that of a letter
+            raw.model["added_tokens"] = [*tokens.values()]
+            ends &= tokens.keys()  # only these are special: another id may be that of a letter
 
     # 2. Special tokens: by their names, else BOS and EOS by config.json, if these are added tokens.
-    #    No text gives a piece that has a name, unless it stands for what is unknown.
+    #    A token with a name becomes a control token, whatever its type is; only what stands for
+    #    unknown text does not.
     with naming(path.with_name("tokenizer_config.json")):
         ids = {name: i for name, i in ids.items() if i in tokens}
-        return make_vocabulary(read, settings, ids, ends, {*read.types} - {UNKNOWN})
+        return make_vocabulary(raw, settings, ids, ends, {*raw.types} - {UNKNOWN})
 
 
 def make_vocabulary(
-    read: Vocabulary,
+    raw: Vocabulary,
     settings: Mapping[str, Any],
     ids: Mapping[str, int],
     ends: Iterable[int],
     kinds: Collection[int],
 ) -> Vocabulary:
-    """A vocabulary together with what tokenizer_config.json says of it. Raises ValueError.
+    """The `raw` vocabulary together with what tokenizer_config.json says of it. Raises ValueError.
 
-    `ids`: the special tokens that only config.json names; `ends`: the ids that end a text. If their
-    types are among `kinds`, they become control tokens, so that no text becomes one of them.
+    `ids`: the special tokens that only config.json names; `ends`: the ids that end a text. Special
+    tokens and `ends` whose types are among `kinds` become control tokens, which no text becomes.
     """
     # 1. The texts of special tokens, by names such as pad_token.
     tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
     for key in "additional_special_tokens", "extra_special_tokens":
         more = settings.get(key) or []  # names and tokens, or tokens alone
         tokens |= more if isinstance(more, dict) else {f"{key}_{i}": t for i, t in enumerate(more)}
-    named = {**read.special_tokens}
+    named = {**raw.special_tokens}
     for name, token in tokens.items():
         if token is not None:
             named[name] = token["content"] if isinstance(token, dict) else token
             get_typed(named, name, str)  # raises if it is no text
-    texts = {piece: i for i, piece in enumerate(read.pieces)}
-    ids = {**ids} | {name: texts[text] for name, text in named.items() if text in texts}
+    id_of = {piece: i for i, piece in enumerate(raw.pieces)}
+    ids = {**ids} | {name: id_of[text] for name, text in named.items() if text in id_of}
     bos_id, eos_id = ids.get("bos_token"), ids.get("eos_token")
 
-    # 2. The types. BOS and EOS are control tokens whatever a file calls them.
-    types = [*read.types]
-    defined = [text for text, t in zip(read.pieces, types) if t == USER_DEFINED]
-    ends = {*ends, *(texts[text] for text in defined if re.fullmatch(END_TEXT, text))}
+    # 2. The types. BOS and EOS are control tokens whatever a file calls them. A user-defined token
+    #    may end a text, too, by what it is called (END_TEXT).
+    types = [*raw.types]
+    defined = [text for text, t in zip(raw.pieces, types) if t == USER_DEFINED]
+    ends = {*ends, *(id_of[text] for text in defined if re.fullmatch(END_TEXT, text))}
     for i in {*ids.values(), *ends} & {*range(len(types))}:
         if types[i] in kinds or i in (bos_id, eos_id):
             types[i] = CONTROL
     return replace(
-        read,
+        raw,
         types=types,
         bos_id=bos_id,
         eos_id=eos_id,
-        add_bos=get_typed(settings, "add_bos_token", bool, read.add_bos),
+        add_bos=get_typed(settings, "add_bos_token", bool, raw.add_bos),
         chat_template=get_typed(settings, "chat_template", str, ""),
         special_tokens=named,
     )
@@ -2610,7 +2644,8 @@ def make_vocabulary(
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, and what stands in other files instead. Raises ValueError."""
     with naming(folder / "tokenizer_config.json"):
-        # 1. Before transformers 4.34: the added tokens, and some of the special ones.
+        # 1. The tokens. Before transformers 4.34, two other files had the added tokens and some of
+        #    the special ones.
         settings = read_json(folder / "tokenizer_config.json")
         if settings.get("added_tokens_decoder") is None:
             settings |= read_json(folder / "special_tokens_map.json")
@@ -2619,7 +2654,8 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
                 i: {"content": text, "special": True} for text, i in added
             }
 
-        # 2. The chat template, or a list of templates, which have names.
+        # 2. The chat template, or a list of templates with names. Templates in files of their own
+        #    take the place of those here.
         template = settings.get("chat_template")
         named = {t["name"]: t["template"] for t in template} if isinstance(template, list) else {}
         files = {name: folder / file for name, file in TEMPLATE_FILES.items()}
@@ -2635,20 +2671,23 @@ def join_templates(default: str, tool_use: str) -> str:
     if not default or not tool_use:
         return default or tool_use
     default, tool_use = default.removesuffix("\n"), tool_use.removesuffix("\n")
-    # With "+", Jinja's options trim_blocks and lstrip_blocks take no white space there.
+    # With "+", Jinja's options trim_blocks and lstrip_blocks remove no white space there.
     return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
 def read_tokenizer_json(path: Path) -> tuple[dict[int, tuple[str, int]], Vocabulary]:
-    """What a tokenizer.json says by itself: pieces and their types, and the rest. Raises ValueError."""
+    """What a tokenizer.json says by itself: {id: (piece, type)}, and the rest as a Vocabulary.
+
+    Raises ValueError.
+    """
     content = {"added_tokens": [], **read_json(path)}
     model = content["model"]
     vocab = model["vocab"]
     if isinstance(vocab, list):  # Unigram: pairs of a piece and a score
         get_typed(model, "unk_id", int)  # without it tokenizers cannot encode every text
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    byte = "<0x[0-9A-F]{2}>" if model.get("byte_fallback") else "(?!)"
-    typed = {
+    byte = "<0x[0-9A-F]{2}>" if model.get("byte_fallback") else "(?!)"  # matches nothing
+    entries = {
         i: (piece, BYTE if re.fullmatch(byte, piece) else NORMAL) for piece, i in vocab.items()
     }
 
@@ -2669,11 +2708,11 @@ def read_tokenizer_json(path: Path) -> tuple[dict[int, tuple[str, int]], Vocabul
     # The key of a Prepend normalizer, or the value of Metaspace's prepend_scheme. Steps may lie
     # within a Sequence at any depth, so their text is searched.
     match = re.search('"(prepend|first|always)"', steps)
-    # A text begins with a token, which then is BOS, if the post_processor says so. (tokenizers
-    # writes its keys in this order.)
+    # If the post_processor puts a token before each text, that token is BOS. (tokenizers writes the
+    # keys in this order.)
     post_processor = json.dumps(content.get("post_processor"), ensure_ascii=False)
     bos = re.search(r'"single": \[{"SpecialToken": {"id": "([^"]*)', post_processor)
-    return typed, Vocabulary(
+    return entries, Vocabulary(
         [],
         [],
         content,
@@ -2686,7 +2725,7 @@ def read_tokenizer_json(path: Path) -> tuple[dict[int, tuple[str, int]], Vocabul
 def read_tokenizer_model(
     path: Path, settings: Mapping[str, Any]
 ) -> tuple[dict[int, tuple[str, int]], Vocabulary]:
-    """The same of a tokenizer.model of SentencePiece; `settings`: its tokenizer_config.json."""
+    """The same of SentencePiece's tokenizer.model; `settings`: its tokenizer_config.json."""
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
         raise ValueError(f"tiktoken's, as Meta's Llama 3 has it: {CONVERT}")
@@ -2695,7 +2734,7 @@ def read_tokenizer_model(
     # User-defined pieces count as NORMAL: the engine itself finds them, and adds no spaces.
     tests = {CONTROL: sp.is_control, UNKNOWN: sp.is_unknown, UNUSED: sp.is_unused, BYTE: sp.is_byte}
     types = [next((t for t, test in tests.items() if test(i)), NORMAL) for i in range(len(sp))]
-    normalized = sp.normalize("a")
+    normalized = sp.normalize("a")  # shows whether the engine adds a space before a text
     if normalized not in ("a", "\u2581a"):
         raise ValueError(f"'a' with spaces is {normalized!r}; expected a or \u2581a")
     # Meta adds a space at the start of a text and behind each special token; transformers, if
@@ -2741,6 +2780,7 @@ def sentencepiece_model(
     # model_type 2 (BPE), byte_fallback
     trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])
     normalizer = bytes([0x18, prefix, 0x20, strip])  # add_dummy_prefix, remove_extra_whitespaces
+    # A piece: its text, its score (0x15: a float32) and its type (0x18).
     messages = [
         protobuf(1, protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t))
         for piece, score, t in zip(pieces, scores, types)
@@ -2796,14 +2836,15 @@ class Weight:
         return kept if len(self.shape) == 2 and is_smaller else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a dense tensor of `dtype`; a matrix is a view of the file if that has this
-        dtype."""
+        """The weight as a dense tensor of `dtype`: a view of the file if it is a matrix of this
+        dtype, else a copy.
+        """
         rows = self.read()
         if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
             return rows.view(dtype).view(self.shape)
         w = torch.empty(self.shape, dtype=dtype, device="cpu")
-        count = max(1, CHUNK // self.shape[-1])
-        for chunk, target in zip(rows.split(count), w.view(len(rows), -1).split(count)):
+        row_count = max(1, CHUNK // self.shape[-1])
+        for chunk, target in zip(rows.split(row_count), w.view(len(rows), -1).split(row_count)):
             target.copy_(dequantize(chunk, self.ggml_type))
         return w
 
@@ -2833,7 +2874,7 @@ class Quantized(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole matrix, dequantised: float32 (out, in). It is a copy, so a change of it is lost.
+        """The whole matrix, dequantised: float32 (out, in). It is a copy: changes to it are lost.
 
         To change weights, load the model with trainable=True, which makes all of them dense, or put
         an nn.Linear with this weight in the place of this layer.
@@ -2868,7 +2909,7 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     if ggml_type in DENSE:
         return blocks.view(DENSE[ggml_type]).float()
     number, count, nbytes, zero_point, low, high = find_type(ggml_type)
-    if low is None:
+    if low is None:  # it is not in GGML_TYPES
         import gguf
 
         return torch.from_numpy(
@@ -2896,8 +2937,8 @@ def unpack_bits(b: Tensor, count: int, where: Bits) -> Tensor:
 
 def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
     """Blocks (n, bytes) -> scales (n, groups), and minima if the type has them."""
-    # Every block has a float16 by which its scales are multiplied. What comes next is one for its
-    # minima, if the type has these.
+    # Every block has a float16 by which its scales are multiplied. If the type has minima, a
+    # float16 for them follows; else m means nothing, and is not used.
     at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(ggml_type, 0)
     halves = b[:, at : at + 4].contiguous().view(torch.float16).float()
     d, m = halves[:, :1], halves[:, 1:]  # (n, 1)
@@ -2928,7 +2969,7 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
 
 @functools.cache
 def find_type(name: str) -> GgmlType:
-    """The entry of GGML_TYPES, or of another type what gguf knows. Importing that takes 0.1 s."""
+    """The entry of GGML_TYPES, or of another type what gguf knows, whose import takes 0.1 s."""
     if name in GGML_TYPES:
         return GGML_TYPES[name]
     import gguf
@@ -2976,8 +3017,8 @@ LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokeni
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DENSE_NAMES = {dtype: name for name, dtype in DENSE.items()}
 
-# The columns: number in ggml, weights and bytes of a block, zero point; then where the integers are,
-# and where their high bits are (at, width, bits, as in Bits).
+# The columns: number in ggml, weights and bytes of a block, zero point; then where the integers are
+# and where their high bits are, each as at,width,bits (see Bits).
 GGML_TYPES = {
     name: GgmlType(*map(int, cells[:4]), *(Bits(*map(int, c.split(","))) for c in cells[4:]))  # type: ignore[arg-type]
     for name, *cells in map(
@@ -2999,7 +3040,7 @@ Q6_K   14  256  210  32    0,64,4  128,32,2""".splitlines(),
     )
 }
 
-# The types of a value in GGUF. For numbers, the letter of Python's struct.
+# The types of values in GGUF. Numbers: the type -> its letter in Python's struct.
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 GGUF_STRING, GGUF_ARRAY = 8, 9
 REMOVED_TYPES = 31, 32, 33  # Q4_0_4_4, Q4_0_4_8, Q4_0_8_8
@@ -3058,14 +3099,15 @@ SPECIAL_TOKENS = {  # these have ids in GGUF, and texts in tokenizer_config.json
     "mask_token": "tokenizer.ggml.mask_token_id",
 }
 
-# What Config has no default for.
+# The settings that a file must have. (Config's defaults for them are Llama 2 7B's.)
 REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
 max_position_embeddings rms_norm_eps"""
 
 # What else a generation_config.json has: ids, how to compute, what is returned, how to search by
-# several beams or with a second model. Anything that is neither here nor followed is named.
+# several beams or with a second model. A warning names all that is neither here nor followed.
 HARMLESS = r"""do_sample|transformers_version|_.*|(bos|eos|pad|decoder_start)_token_id|is_assistant
-|(use|output|return|cache|prompt|assistant|target|num_assistant|compile|disable|prefill)_.*|max_time|max_cache_len
+|(use|output|return|cache|prompt|assistant|target|num_assistant|compile|disable|prefill)_.*
+|max_time|max_cache_len
 |speculation_type|early_stopping|num_beam_groups|num_return_sequences|max_matching_ngram_size
 |renormalize_logits|remove_invalid_values|low_memory|continuous_batching_config
 |(.*\.)?(xtc_threshold|mirostat_tau|mirostat_eta)""".replace("\n", "")
@@ -3099,8 +3141,8 @@ TEMPLATE_FILES = {  # the name of a chat template -> its file in a directory
 # ORG/NAME[@REVISION][:TYPE or /FILE.gguf]
 HUB_NAME = r"([\w.-]+/[\w.-]+(?<!\.gguf))(?:@([\w./-]+?))?(?::([\w-]+)|/([\w./-]+\.gguf))?"
 
-# The name of a model. An imatrix file is none, but a model's name may mention one. Of a model in
-# several splits the first one counts.
+# The name of a GGUF file that is a model, or its first split. An imatrix file is not a model, but a
+# model's name may mention one, beside a type such as Q4_0.
 GGUF_FILE = r"(?i)(?!.*mmproj|(?!.*q\d).*imatrix|.*-(?!00001)\d{5}-of-\d{5}\.gguf$).*\.gguf"
 
 # The files of a Hugging Face directory that are read, besides the weights.
@@ -3117,8 +3159,8 @@ FOREIGN = {  # patterns of the names of files in directories that cannot be load
     r"model-.*\.safetensors": f"{INDEX} is missing, which names the files",
 }
 
-# The texts of tokens that end a text. llama.cpp knows them by these, too: a GGUF file of its
-# converter names EOS alone.
+# The texts of tokens that end a text. llama.cpp, too, knows these tokens by their texts: its
+# converter writes only EOS into a GGUF file.
 END_TEXT = (
     r"<\|(eot_id|eom_id|im_end|end|endoftext|end_of_text)\|>|</s>|<(eos|end_of_turn|end_of_utterance)>"
     r"|\u2581?<EOT>|\[EO[ST]\]|<\uff5cend\u2581of\u2581sentence\uff5c>"
@@ -3127,11 +3169,12 @@ END_TEXT = (
 # Steps of the pre_tokenizer in a tokenizer.json.
 DIGITS: Any = {"type": "Digits", "individual_digits": True}
 
-# Both write bytes as characters, the first also cuts a text into words, as GPT-2 does.
+# Both write bytes as characters. The first also cuts a text into words, as GPT-2 does.
 GPT_2: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 PLAIN = GPT_2 | {"use_regex": False}
 
-# Cuts a text into the matches of an expression, which is added to it, and what is between them.
+# Cuts a text into the matches of an expression and what is between them. PRE_TOKENIZERS adds the
+# expression.
 SPLIT: Any = {"type": "Split", "behavior": "Isolated", "invert": False}
 
 LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white space
@@ -3139,12 +3182,12 @@ LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white spa
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-QWEN_2 = (
+QWEN_2 = (  # as LLAMA_3, but each digit is a word
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-SEED_CODER = (
+SEED_CODER = (  # as QWEN_2, but punctuation does not take in the line's end
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
     r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -3174,7 +3217,7 @@ CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 # How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
 # those of llama.cpp. The steps are those of the models' own tokenizer.json, because llama.cpp's
-# expressions differ from them in details. A text here is the expression of a SPLIT.
+# expressions differ from them in details. A string here is the expression of a SPLIT.
 PRE_TOKENIZERS: dict[str, list[Any]] = {
     name: [
         SPLIT | {"pattern": {"Regex": step}} if isinstance(step, str) else step for step in steps
@@ -3202,11 +3245,13 @@ PRE_TOKENIZERS: dict[str, list[Any]] = {
 }
 
 # With these, a word that is in the vocabulary becomes one token without any merges, and a text
-# begins with BOS, but for MiniCPM5's.
-LIKE_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken", "minicpm5")  # fmt: skip
+# begins with BOS, except for MiniCPM5.
+LIKE_LLAMA_3 = (
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken", "minicpm5"
+)  # fmt: skip
 
-# kernels/ is a package that is opened by path, when a model has a use for it. It imports what this
-# file defines from `.llama2`, whatever the name of this file's module is.
+# kernels/ is a package that is opened by its path, when a model has a use for it. It imports what
+# this file defines from `.llama2`, whatever the name of this file's module is.
 KERNELS = Path(__file__).resolve().parent / "kernels"
 SELF: Any = sys.modules.get(__name__)
 
