@@ -1615,7 +1615,7 @@ def load(
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a model by its path or name and check its headers. Tensors are read later."""
     # Absolute, because tensors are read later: the working directory may have changed by then.
-    path = Path(path).absolute() if Path(path).exists() else find_model(str(path))
+    path = Path(path).absolute() if os.path.exists(path) else find_model(str(path))
     with naming(path):
         if path.is_dir():
             folder = path  # the files are there: nothing must be fetched
@@ -2611,8 +2611,11 @@ def make_vocabulary(
     # 1. The texts of special tokens, by names such as pad_token.
     tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
     for key in "additional_special_tokens", "extra_special_tokens":
-        more = settings.get(key) or []  # names and tokens, or tokens alone
-        tokens |= more if isinstance(more, dict) else {f"{key}_{i}": t for i, t in enumerate(more)}
+        more = settings.get(key)  # names and tokens, or tokens alone
+        if not isinstance(more, dict):
+            listed = get_typed(settings, key, list, [])
+            more = {f"{key}_{i}": token for i, token in enumerate(listed)}
+        tokens |= more
     named = {**raw.special_tokens}
     for name, token in tokens.items():
         if token is not None:

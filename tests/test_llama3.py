@@ -275,6 +275,12 @@ def test_places_of_special_tokens(tmp_path, files):
     assert ids == theirs.encode("thestone on", add_special_tokens=False) and ID["stone"] in ids
 
 
+def test_special_tokens_are_a_list(tmp_path):
+    """And not the letters of a text."""
+    config = {"tokenizer_config": {"additional_special_tokens": "st"}}
+    raises("additional_special_tokens is", read, tmp_path, published_json(), **config)
+
+
 def test_truncation_and_padding_are_off(tmp_path):
     """A trainer leaves both in tokenizer.json."""
     engine, text = engine_of(published_json()), "the Hello don't 12"
