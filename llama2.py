@@ -14,7 +14,7 @@
     for token_id in llama2.generate(model, tokenizer.encode("Hello")): ...
     logits = model(tokens, model.new_cache())                  # (1, T) int64 -> (1, V) float32
 
-Four parts, in a reader's order:
+Four parts, in the order to read them:
 
     I    The model, in torch alone. Cut it out and paste it anywhere.
     II   Text: sampling, the loop of generation, the tokenizer, chat. I and II together are a whole
@@ -22,8 +22,8 @@ Four parts, in a reader's order:
     III  Files, from the top: loading, GGUF, Hugging Face, vocabularies, quantised weights, tables.
     IV   The command line.
 
-What makes models faster, kernels for CPUs and GPUs, is the folder kernels/ beside this file. Part III
-opens it in one place. Delete it, and all still works, more slowly.
+The folder kernels/ beside this file makes models faster, with kernels for CPUs and GPUs. Part III
+opens it in one place. If you delete the folder, all still works, more slowly.
 
 Letters in shape comments:
 
@@ -39,7 +39,7 @@ How a text becomes more text:
                         x = x + MLP(RMSNorm(x))
       x --RMSNorm, lm_head--> logits (B, V) --sample--> next id --StreamDecoder--> text
 
-How a quantised weight is loaded: a Weight says where it lies in a file (offset, type, shape).
+How a quantised weight is loaded: a Weight records where it lies in a file (offset, type, shape).
 build_model() maps its bytes into memory (mmap). A module of the model holds them as they are in the
 file, in quantised blocks. forward() dequantises a few rows at a time, or a kernel of kernels/ uses
 the blocks.
@@ -55,13 +55,13 @@ from __future__ import annotations
 
 __version__ = "0.8.0"
 
-if __name__ == "__main__":  # Two settings of the program, made before torch is imported.
+if __name__ == "__main__":  # Set two things before torch is imported.
     import os, signal
 
     # Importing torch takes seconds. Until it is done, Ctrl-C ends the program without a traceback;
-    # the last lines of the file set back what Ctrl-C does.
+    # the last lines of the file restore Ctrl-C.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # torch's idle threads sleep: by spinning they would lose their cores to other programs.
+    # Let idle threads of torch sleep: threads that spin lose their cores to other programs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # ==================================================================================================
@@ -107,11 +107,11 @@ class Config:
     rope_scaling_factor      linear position interpolation: position / factor
     rope_freq_factors        D / 2 divisors of the rotary frequencies, or None
     tie_word_embeddings      whether the output matrix is the embedding matrix
-    bos_token_id             the id that begins a text (for parts II and III, as the next two)
+    bos_token_id             the id that begins a text (parts II and III use this and the next two)
     eos_token_id             the id that ends a text
     stop_token_ids           further ids that end a text, as EOS does
-    sliding_window           Mistral's: how many tokens each token sees, itself included; longer texts
-                             are refused by Llama.forward(). None: a token sees all
+    sliding_window           Mistral's: how many tokens each token sees, itself included (None:
+                             all); Llama.forward() refuses longer texts
     """
 
     hidden_size: int = 4096
@@ -174,13 +174,13 @@ class Config:
 
     @classmethod
     def llama2_13b(cls) -> "Config":
-        """Llama 2 13B. The sources are those of 7B."""
+        """Llama 2 13B, from the same sources as 7B."""
         return cls(5120, 13824, 40, 40, 40)  # in the order of the fields
 
     @classmethod
     def llama2_70b(cls) -> "Config":
-        """Llama 2 70B: as 65B in the LLaMA paper, table 2, but the MLP's 28672 follows from Meta's
-        params.json (65B: 22016). 8 key/value heads: Llama 2 paper, A.2.1.
+        """Llama 2 70B: LLaMA paper, table 2 (65B), with the MLP's width from Meta's params.json
+        (28672, not 22016) and 8 key/value heads (Llama 2 paper, A.2.1).
         """
         return cls(8192, 28672, 80, 64, 8)
 
@@ -210,7 +210,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     weights the rows of q_proj and k_proj are in another order to match. Such rows must be permuted
     before they are used here, as state_dict_from_hf() does; else the model writes gibberish.
     """
-    # Island 1, too: the rotation is in float32.
+    # This is island 1, too: the rotation is computed in float32.
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, heads, D/2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for all heads
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
@@ -222,7 +222,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """Which of S tokens each of the last T sees, itself and all before it: bool (T, S)."""
+    """bool (T, S): which of S tokens each of the last T sees, namely itself and all before it."""
     position = torch.arange(S, device=device)
     return position <= position[S - T :, None]
 
@@ -233,19 +233,20 @@ class Cache:
     It is allocated once, for `max_seq_len` tokens (default: the model's context). It counts the
     tokens that it stores, so no caller has to pass a position. It also records their ids, so
     prefill() can ask how much of a text is already there (common_prefix), no matter who stored it.
-    `dtype` may be another than the model's, of fewer bits.
+    `dtype` may have fewer bits than the model's.
 
     k, v         keys and values of all layers: (L, B, G, max_seq_len, D)
     cos, sin     the RoPE tables: (max_seq_len, D/2)
     tokens       the ids that are stored: (B, max_seq_len)
     max_seq_len  how many tokens fit
     pos          how many tokens are stored, which is the position of the next one
-    layer        index of the layer that runs; Llama.forward() sets it, as must those who call Blocks
+    layer        index of the layer that runs; Llama.forward() sets it, and so must you if you call
+                 a Block yourself
     last_mask    the mask that mask() made last
 
     The contents are valid only for the model that wrote them, unchanged since. reset() the cache
-    after a change of weights, hooks, adapters or layers. Another model of the same sizes cannot be
-    noticed.
+    after a change of weights, hooks, adapters or layers. It cannot notice that another model of the
+    same sizes uses it.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class Cache:
         self.layer = 0
 
     def check(self, model: "Llama", tokens: Tensor) -> None:
-        """Raises ValueError unless the sizes are those of this model and tokens (B, T)."""
+        """Raises ValueError unless the cache fits this model and the tokens (B, T)."""
         shape = (
             len(model.layers),
             len(tokens),
@@ -297,7 +298,7 @@ class Cache:
             raise ValueError(f"the cache's position is {self.pos} of {self.max_seq_len}")
 
     def slots(self, T: int) -> slice:
-        """Where the next T tokens are stored. Raises ValueError when they do not fit."""
+        """Where the next T tokens will be stored. Raises ValueError when they do not fit."""
         if self.pos + T > self.max_seq_len:
             raise ValueError(
                 f"the cache holds {self.max_seq_len} tokens: {self.pos} are stored, {T} do not fit"
@@ -333,7 +334,7 @@ class Cache:
         self.k[layer, :, :, where] = k
         self.v[layer, :, :, where] = v
         keys, values = self.k[layer, :, :, : where.stop], self.v[layer, :, :, : where.stop]
-        # Views if the dtypes are the same. A cache of fewer bits is converted, all of it, each time.
+        # Views if the dtypes are the same. Else each call converts all that the cache stores.
         return keys.type_as(k), values.type_as(v)
 
     def advance(self, tokens: Tensor) -> None:
@@ -348,7 +349,7 @@ class Cache:
         stored, given = self.tokens[:, :n], tokens[:, :n].to(self.tokens.device)
         if torch.equal(stored, given):  # a shortcut: this is so in every decode step
             return n
-        # The places up to the first that differs in any sequence.
+        # Count the positions before the first that differs in any sequence.
         return int((stored == given).all(dim=0).cumprod(0).sum())
 
     def truncate(self, length: int) -> None:
@@ -390,8 +391,7 @@ class CausalSelfAttention(nn.Module):
     """softmax(q k^T / sqrt(D)) v for each head; each key/value head serves H/G query heads.
 
     Only the mask makes it causal. Without one every token sees everything, which is right for a
-    single token.
-    Grouped-query attention: GQA paper, section 2.2.
+    single token. Grouped-query attention: GQA paper, section 2.2.
     """
 
     def __init__(self, config: Config) -> None:
@@ -439,7 +439,7 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU paper, section 2).
 
-    In Meta's code the three matrices are called w2, w1 and w3.
+    Meta's code calls the matrices w2 (down), w1 (gate) and w3 (up).
     """
 
     def __init__(self, config: Config) -> None:
@@ -505,7 +505,7 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def new_cache(self, max_seq_len: int | None = None, batch_size: int = 1) -> Cache:
-        """A Cache of the dtype and on the device that suit this model, for the Blocks that it has."""
+        """A Cache whose dtype, device and number of layers suit this model."""
         config = replace(self.config, num_hidden_layers=len(self.layers))
         weight = self.norm.weight
         dtype = self.cache_dtype or weight.dtype
@@ -585,7 +585,7 @@ __all__ += [
 # --------------------------------------------------------------------------------------------------
 # 9. Sampling
 
-# The lowest and the highest value of the options, in the order of the report.
+# The lowest and the highest value of each option, in the order in which part IV reports them.
 SAMPLING_LIMITS = {
     "repetition_penalty": (0.01, 100.0),
     "temperature": (-1e6, 1e6),
@@ -614,8 +614,8 @@ class Sampling:
                         llama.cpp); -1: all, as transformers does
     stop_strings        texts that end the text of stream_text(), besides its `stop`
 
-    They are applied in this order: repetition_penalty, logits_processor, top_k, temperature, then
-    top_p and min_p, both to the probabilities of all. Raises ValueError for values out of range.
+    sample() applies them in this order: repetition_penalty, logits_processor, top_k, temperature,
+    then top_p and min_p, both to the same probabilities. Raises ValueError for values out of range.
     """
 
     temperature: float = 0.8
@@ -656,8 +656,8 @@ def sample(
     """Sample the id that follows `ids` from its logits (V,).
 
     Without a `generator`, sampling.seed makes a new one, and so draws the same number at every
-    call: pass a generator in a loop. With neither, torch's own generator draws. Raises ValueError if
-    a logit / temperature is NaN or infinity, or all are -infinity, as if every id were excluded.
+    call: pass a generator in a loop. With neither, torch's own generator draws. Raises ValueError
+    if logits / temperature contain NaN or +infinity, or if all are -infinity (no id is allowed).
     """
     logits = logits.detach().float()
     penalty = sampling.repetition_penalty  # from CTRL, arXiv:1909.05858
@@ -674,11 +674,11 @@ def sample(
         if not isinstance(processed, Tensor) or processed.shape != logits.shape:
             raise ValueError(f"logits_processor must return logits {tuple(logits.shape)}")
         logits = processed.detach().float()
-    # numpy computes in this thread. torch's threads would meet for it, and wait for one another
-    # where other programs use the cores.
+    # numpy computes in this thread alone. torch would share the work among its threads, which wait
+    # for one another while other programs use the cores.
     numbers = logits.cpu().numpy()
     scaled = numbers / max(sampling.temperature, 1e-6)
-    if not math.isfinite(scaled.max()):  # which is NaN if one of them is
+    if not math.isfinite(scaled.max()):  # the maximum is NaN if any value is
         raise ValueError(
             f"no token can be sampled: the largest logit is {logits.max().item()}; if it is -inf, all"
             " ids are excluded; else a weight is NaN or infinite, or sums overflow the model's dtype"
@@ -686,7 +686,7 @@ def sample(
     if sampling.temperature <= 0:
         return int(numbers.argmax())
     if 0 < sampling.top_k < len(logits):
-        # The last is the k-th largest.
+        # values[-1] is the k-th largest logit.
         scaled[numbers < logits.topk(sampling.top_k).values[-1].item()] = -math.inf
     probabilities = torch.from_numpy(scaled).softmax(-1)
     if generator is None and sampling.seed is not None:
@@ -698,24 +698,24 @@ def sample(
 def draw(p: Any, sampling: Sampling, u: float) -> int:
     """Apply top_p and min_p to the probabilities p (V,) of all ids, and draw one of the ids left.
 
-    p is an array of numpy, which sorts many times as fast as torch. `u` is a random number from 0 to
-    1: the id is the first whose cumulative probability exceeds u times the total.
+    p is a numpy array, because numpy sorts many times faster than torch. `u` is a random number
+    from 0 to 1: the id is the first whose cumulative probability exceeds u times the total.
     """
     # 1. Drop what min_p drops, and what top_p is certain to drop, because sorting all of V is slow.
     #    (The order does not matter: nothing is normalised in between.) V probabilities below
-    #    (1 - top_p) / 2 / V have less than (1 - top_p) / 2 together. So the others reach top_p
-    #    without them, with the other half to spare for rounding.
+    #    (1 - top_p) / 2 / V sum to less than (1 - top_p) / 2. So the rest reaches top_p without
+    #    them; the other half of 1 - top_p is a margin for rounding.
     bound = max(sampling.min_p * p.max(), (1 - sampling.top_p) / 2 / len(p))
     ids = (p >= bound).nonzero()[0]
     p = p[ids]
 
-    # 2. top_p: how many of the likeliest reach it, and all that are as likely as the last of these.
+    # 2. Keep the fewest likeliest ids that reach top_p, and all that are as likely as their last.
     if sampling.top_p < 1:
         descending = p.copy()
         descending.sort()
         descending = descending[::-1]
         sums = descending.astype(float).cumsum()  # of the likeliest, the two likeliest, ...
-        # If rounding keeps all sums below top_p, the last is the limit.
+        # If no sum reaches top_p, by rounding or after min_p, the last id is the limit: keep all.
         last = min(sums.searchsorted(sampling.top_p), len(p) - 1)
         kept = p >= descending[last]
         ids, p = ids[kept], p[kept]
@@ -734,11 +734,12 @@ MAX_NEW_TOKENS, CONTEXT_FULL = "max new tokens", "context full"  # two reasons w
 
 
 def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
-    """Run the model on those of the tokens (B, n) that the cache lacks; returns the logits (B, V) of
-    the last one. A decode step is the same: then the cache lacks one token.
+    """Run the model on those of the tokens (B, n) that the cache lacks; returns the last one's
+    logits (B, V). A decode step is the same, but the cache lacks only one token.
     """
     if not tokens.numel():
         raise ValueError("prefill() needs a token, whose logits it returns")
+    # The last token always runs, for its logits.
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
     cache.truncate(start)
     device = model.norm.weight.device
@@ -748,13 +749,13 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
 
 
 class Generation(Iterator[int]):
-    """generate() itself: an iterator over the ids that continue a prompt, without the final stop
-    token.
+    """What generate() returns: an iterator over the ids that continue a prompt, up to a stop token.
 
     `sampling` is by default what the model's files recommend. `stop_ids` end the text (default: EOS
-    and the model's further stop ids). Tokens that `cache` stores already are not computed again;
+    and the model's further stop ids). Tokens that `cache` already stores are not computed again:
     call cache.reset() after you have changed weights, hooks, adapters or layers, and use a cache
     with one model only.
+
     `step(tokens, cache)` runs the model instead of prefill(), for the prompt and for every decode
     step: it gets all tokens so far (1, n) and returns the logits (1, V) of the next. Raises
     ValueError for arguments out of range.
@@ -788,8 +789,7 @@ class Generation(Iterator[int]):
         self.cache = cache
         self.step = step or functools.partial(prefill, model)
         self.tokens = torch.tensor([self.ids], device="cpu")  # (1, n), self.ids as a tensor
-        # Those that the prefill computes: the tokens that the cache lacks, and at least the last one,
-        # for its logits.
+        # How many tokens the prefill computes: those that the cache lacks, and always the last.
         self.prompt_tokens = max(1, len(self.ids) - cache.common_prefix(self.tokens))
         self.generator = torch.Generator().manual_seed(
             secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
@@ -852,7 +852,7 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     ids = check_ids(ids, model.config, model.config.max_position_embeddings)
     cache = model.new_cache(len(ids))
     tokens = torch.tensor([ids], device=cache.k.device)  # (1, T)
-    logprobs = [torch.empty(0, device="cpu")]
+    logprobs = [torch.empty(0, device="cpu")]  # torch.cat() needs one tensor, even for T = 1
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         chunk = tokens[:, start : start + SCORE_CHUNK + 1]
         logits = model(chunk[:, :-1], cache, all_positions=True)[0]
@@ -868,8 +868,9 @@ class TextStream(Iterator[str]):
     space at the beginning, as for an answer in a chat. `options` are those of generate().
 
     A tokenizer of your own needs token_bytes(id) -> bytes; types, the piece type of each id (1:
-    normal, 3: control, 6: a byte, as in GGUF); byte_level, whether pieces of type 1 may hold parts of
-    characters; strips_space, whether a text loses a space at its start. chat() needs a Tokenizer.
+    normal, 3: control, 6: a byte, as in GGUF); byte_level, whether pieces of type 1 may hold parts
+    of characters; strips_space, whether decoding removes a space at the start of a text. chat()
+    needs a Tokenizer.
     """
 
     def __init__(
@@ -885,7 +886,7 @@ class TextStream(Iterator[str]):
         self.generation = Generation(model, ids, **options)
         self.stops = list_of_texts("stop", stop)
         self.stops += list_of_texts("stop_strings", self.generation.sampling.stop_strings)
-        has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS has no text
+        has_text = any(map(tokenizer.token_bytes, self.generation.ids))  # BOS alone has none
         self.decoder = StreamDecoder(tokenizer, first=not has_text)
         self.strip = strip
         self.waiting = ""  # text that is held back: a stop text may begin with it
@@ -917,8 +918,8 @@ class TextStream(Iterator[str]):
                 self.generation.stop_reason = f"stop text {stop!r}"
                 self.ended = True
             elif not self.ended:
-                heads = (stop[:n] for stop in self.stops for n in range(len(stop)))
-                end -= max((len(head) for head in heads if text.endswith(head)), default=0)
+                starts = (stop[:n] for stop in self.stops for n in range(len(stop)))
+                end -= max((len(start) for start in starts if text.endswith(start)), default=0)
             self.waiting = text[end:]
             if end:
                 return text[:end]
@@ -933,6 +934,12 @@ stream_text = TextStream  # for text in stream_text(model, tokenizer, ids): ...
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # piece types, as in GGUF
 
+# Byte-level BPE, as in GPT-2, writes a byte as one character: a printable byte as the character of
+# that number, any other byte as the next character from U+0100 on.
+UNPRINTABLE = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
+BYTES = {chr(byte): byte for byte in range(256) if byte not in UNPRINTABLE}
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
+
 
 @dataclass(eq=False)
 class Vocabulary:
@@ -944,8 +951,8 @@ class Vocabulary:
                     tokenizer.json (tokenizers)
     bos_id, eos_id  the ids that begin and end a text; None: there is no such token
     add_bos         whether encode() begins with BOS
-    prepend_scheme  where a space is added, which SentencePiece's words begin with (a tokenizer.json
-                    does it itself):
+    prepend_scheme  where encode() adds a space, because SentencePiece's words begin with one (a
+                    tokenizer.json adds its own):
                       "never"    nowhere
                       "start"    at the start of a text
                       "prepend"  there and after each special token (Meta, llama.cpp)
@@ -970,10 +977,10 @@ class Tokenizer(Vocabulary):
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
     Special tokens are of two types: control tokens, which ordinary text never becomes, and
-    user-defined ones, which their own text does. In a text to encode, a control token is written as
-    its mark: its text between two secrets, a random number that no text can guess. "</s>" is just
-    four characters. Marks are only written here and at the end of encode_chat(); no template and no
-    error shows them.
+    user-defined ones, which their own text does. In a text to encode, a mark stands for a control
+    token: its text between two copies of a secret, a random number that no text can guess. "</s>"
+    alone is just four characters. Only this class and the end of encode_chat() write marks; no
+    template and no error shows them.
     """
 
     from_file: Any  # (path) -> Tokenizer: read_tokenizer() of part III, which reads files
@@ -992,13 +999,14 @@ class Tokenizer(Vocabulary):
                 if self.types[i] == CONTROL:
                     self.marks[piece] = f"{self.secret}{piece}{self.secret}"
         self.control_pattern = any_of(self.marks)
+        # All texts of control tokens in one string, which can be searched quickly.
         self.control_texts = "\0".join(["", *self.marks, ""])
         model = self.model
         self.is_sentencepiece = isinstance(model, bytes)
         if self.is_sentencepiece:
             self.engine = open_sentencepiece(model)
-            # A second engine that adds no space at the start. What is appended to a message of
-            # protobuf overrides its fields: normalizer_spec { add_dummy_prefix: false }.
+            # A second engine that adds no space at the start. Fields appended to a protobuf message
+            # override earlier ones; this is normalizer_spec { add_dummy_prefix: false }.
             self.engine_no_prefix = open_sentencepiece(model + b"\x1a\x02\x18\x00")
             self.marked_pattern = any_of(self.marks.get(text, text) for text in self.special_ids)
         else:
@@ -1022,8 +1030,8 @@ class Tokenizer(Vocabulary):
         return ids
 
     def borders_control(self, text: str) -> bool:
-        """Whether it begins as the text of a control token ends, or ends as one begins: by up to 99
-        characters, which are enough of a longer one.
+        """Whether a text begins as the text of some control token ends, or ends as one begins. At
+        most 99 characters are compared.
         """
         return any(
             f"{text[:n]}\0" in self.control_texts or f"\0{text[-n:]}" in self.control_texts
@@ -1044,15 +1052,15 @@ class Tokenizer(Vocabulary):
         first = first and scheme != "never"
         ids: list[int] = []
         for n, segment in enumerate(self.marked_pattern.split(text)):
-            if n % 2:  # a special token, between two texts
+            if n % 2:  # every other segment is a special token
                 ids.append(self.special_ids[segment.replace(self.secret, "")])
                 first = scheme in ("prepend", "always")
             elif segment:
                 if scheme in ("first", "always") and segment[0] in " \u2581":
                     first = False
                 for i in (self.engine if first else self.engine_no_prefix).encode(segment):
-                    # The engine finds a control token in a text if it does not know that it is one,
-                    # as where tokenizer_config.json says so. (An unknown character is one token.)
+                    # If only tokenizer_config.json calls a token a control token, the engine finds
+                    # it in texts. (The unknown token stays: it stands for an unknown character.)
                     is_control = self.types[i] == CONTROL and i != self.engine.unk_id()
                     ids += self.spell_out(i) if is_control else [i]
         return ids
@@ -1072,12 +1080,12 @@ class Tokenizer(Vocabulary):
         return "".join(map(decoder.decode, ids)) + decoder.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 that a token adds to a text, perhaps half a character. Raises ValueError."""
+        """The UTF-8 that a token adds to a text, perhaps part of a character. Raises ValueError."""
         i = operator.index(token_id)
         if not 0 <= i < self.vocab_size:
             raise ValueError(f"token id {i}; expected 0 to {self.vocab_size - 1}")
         text, piece_type = self.pieces[i], self.types[i]
-        # In byte-level BPE, UNUSED pieces fill gaps of the numbering; SentencePiece has texts there.
+        # In byte-level BPE, UNUSED pieces fill gaps in the numbering; SentencePiece's have texts.
         if piece_type == CONTROL or (piece_type == UNUSED and self.byte_level):
             return b""
         if piece_type == BYTE:
@@ -1091,18 +1099,11 @@ class Tokenizer(Vocabulary):
         return text.encode()
 
 
-# Byte-level BPE, as in GPT-2, writes a byte as one character: a printable byte as the character of
-# that number, any other byte as the next character from U+0100 on.
-UNPRINTABLE = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
-BYTES = {chr(byte): byte for byte in range(256) if byte not in UNPRINTABLE}
-BYTES |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
-
-
 def any_of(texts: Iterable[str]) -> re.Pattern:
     """A pattern that matches any of these texts, and the longest if several match.
 
-    In reverse order "abc" comes before "ab", and the first that matches counts. Texts that begin
-    alike are alternatives of one group, which is left at once where a text does not begin so.
+    The first alternative that matches counts, and in reverse order "abc" comes before "ab". Texts
+    that share three characters at the start form one group, which is left at once without these.
     """
     branches = (
         f"(?:{'|'.join(map(re.escape, group))})"
@@ -1111,6 +1112,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern:
     return re.compile(f"({'|'.join(branches) or '(?!)'})")
 
 
+# What an added token has in a tokenizer.json, unless that says otherwise.
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
@@ -1124,7 +1126,7 @@ def open_tokenizers(
     added = []
     for text, i in special_ids.items():
         token = {**FLAGS, **flags.get(text, {}), "id": i, "content": text, "special": text in marks}
-        if text in marks:  # a mark is recognised whatever a normalizer does, and within a word
+        if text in marks:  # a mark is found before a normalizer runs, and within a word
             token |= {"content": marks[text], "normalized": False, "single_word": False}
         added.append(token)
     model = dict(content["model"])
@@ -1133,15 +1135,15 @@ def open_tokenizers(
         model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
     else:
         vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
-        # tokenizers numbers the added tokens that are not in here by itself.
+        # Added tokens must be in here: tokenizers would give others numbers of its own.
         model["vocab"] = vocab | {t["content"]: t["id"] for t in added}
         if model.get("unk_token") in marks:
             model["unk_token"] = marks[model["unk_token"]]
-        # A merge is a text "a b" or a pair: both become "ab". None may give a control token's text.
+        # Drop merges that make a control token's text. A merge is a text "a b" or a pair.
         model["merges"] = [
             merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
         ]
-    # A trainer may have left settings here that would cut or fill up every text.
+    # A trainer may have left settings here that would truncate or pad every text.
     off = {"truncation": None, "padding": None}
     text = json.dumps({**content, **off, "model": model, "added_tokens": added}, ensure_ascii=False)
     return call_tokenizers(tokenizers.Tokenizer.from_str, text)
@@ -1154,7 +1156,7 @@ def call_tokenizers(function: Callable, *args: Any, **options: Any) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a Rust panic is not an Exception
-        # It may have several lines.
+        # The error may have several lines.
         raise ValueError(
             f"tokenizers cannot run the vocabulary: {' '.join(str(error).split())}"
         ) from error
@@ -1171,8 +1173,8 @@ def open_sentencepiece(model: bytes) -> Any:
         raise ValueError(f"not a SentencePiece model: {error}") from error
 
 
-# For malformed UTF-8, Python's "replace" writes one U+FFFD for each sequence, SentencePiece one for
-# each byte, for which "surrogateescape" writes one of these.
+# For malformed UTF-8, SentencePiece writes one U+FFFD for each byte, but Python's "replace" only
+# one for a sequence. "surrogateescape" writes one of these characters for each byte.
 ESCAPED_BYTES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
 
 
@@ -1193,8 +1195,8 @@ class StreamDecoder:
         data = self.tokenizer.token_bytes(token_id)
         piece_type = self.tokenizer.types[token_id]
         text = ""
-        # In SentencePiece's vocabularies only BYTE pieces can be a part of a character. Any other one
-        # ends the bytes before it. Only the very first piece that is no control token loses a space.
+        # In SentencePiece's vocabularies only BYTE pieces can be part of a character, and any other
+        # piece ends what they began. Only the first piece that is no control token loses a space.
         if piece_type != BYTE and not self.tokenizer.byte_level:
             text = self.utf8.decode(b"", final=True)
         if self.strip and piece_type not in (BYTE, UNKNOWN):
@@ -1251,13 +1253,13 @@ def compile_template(template: str) -> Any:
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals.update(raise_exception=raise_exception, strftime_now=time.strftime)
-    # transformers has a tag {% generation %} around what an assistant says. It prints its content.
+    # transformers' tag {% generation %} encloses an assistant's words. It only prints its content.
     template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
     return environment.from_string(template)
 
 
 def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
-    """The text that a template makes of variables, such as messages. Raises ValueError if the template fails."""
+    """The text that a template makes of variables, such as messages. Raises ValueError."""
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens, **variables}
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     variables |= {name: "" if i is None else tokenizer.pieces[i] for name, i in ids.items()}
@@ -1271,26 +1273,26 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 
 
 def map_texts(values: Any, change: Callable[[str], str]) -> Any:
-    """A copy of texts, numbers, None, lists and mappings, with change(text) for each text, keys too."""
+    """A copy of texts, numbers, None, lists and mappings, with each text changed, keys included."""
     content = json.dumps(values, default=lambda x: {**x} if isinstance(x, Mapping) else [*x])
     literal = r'"[^"\\]*(?:\\.[^"\\]*)*"'
     return json.loads(re.sub(literal, lambda m: json.dumps(change(json.loads(m[0]))), content))
 
 
 def check_messages(variables: Mapping[str, Any]) -> set[str]:
-    """The roles and names in messages and tools, but for ROLES. Raises ValueError, AttributeError or
-    TypeError for messages that are none.
+    """The roles and names in messages and tools, except ROLES. Raises ValueError, AttributeError or
+    TypeError for malformed messages.
     """
-    turns = variables["messages"]
-    for turn in turns or [None]:
-        match turn:  # the content may be missing, as where an assistant calls a tool
-            case {"role": str()} if isinstance(turn.get("content"), str | None):
-                if turn.get("reasoning_content") is not None:  # also as in transformers
-                    turn.setdefault("thinking", turn["reasoning_content"])
+    messages = variables["messages"]
+    for message in messages or [None]:
+        match message:  # the content may be missing, as where an assistant calls a tool
+            case {"role": str()} if isinstance(message.get("content"), str | None):
+                if message.get("reasoning_content") is not None:  # under both names
+                    message.setdefault("thinking", message["reasoning_content"])
             case _:
                 raise ValueError("expected messages with a role, and text as content")
-    items = turns + (variables.get("tools") or [])
-    items += [call for turn in turns for call in turn.get("tool_calls") or ()]
+    items = messages + (variables.get("tools") or [])
+    items += [call for message in messages for call in message.get("tool_calls") or ()]
     items += [item.get("function") or {} for item in items]
     return {item.get(key) for item in items for key in ("role", "name")} - {*ROLES, None}
 
@@ -1298,11 +1300,10 @@ def check_messages(variables: Mapping[str, Any]) -> set[str]:
 def write_chat(
     tokenizer: Tokenizer, template: str, variables: dict[str, Any], names: Collection[str]
 ) -> list[str]:
-    """The text that a template makes of the variables, in parts: every other one is hidden, a
-    character that must not become a part of a control token, whatever the template writes next to a
-    text or around it.
+    """The text that a template makes of the variables, in parts: every other part is one hidden
+    character, which must never be part of a control token, whatever the template writes around it.
 
-    A secret stands on both sides of a hidden character. If "<s>" is a control token, then
+    A fence, a random text, stands on both sides of a hidden character. If "<s>" is a control token:
 
         in        the template may write     hidden                          here, with ~
         "a <s>"   {{ text }}                 the first character of "<s>"    "a ~<~s>"
@@ -1310,29 +1311,29 @@ def write_chat(
         "b <"     text + "s>"                the first and the last          "~b~ ~<~"
         "s"       "<" + text + ">"           the first and the last          "~s~"
 
-    The last row counts only if the template has brackets for it. In all but the first row, names
-    that the template looks up or compares with stay as they are, and so do `names`.
+    The last row applies only if the template has such brackets. Only the first row applies to
+    `names`, and to names that the template looks up or compares.
     """
-    # Both are new each time: a template may quote a message, and so the secret, to someone.
-    secret, end = (f"~{secrets.randbelow(10**18)}~" for _ in range(2))
+    # Both are new each time: a template may show a message to someone, with the fences in it.
+    fence, end = (f"~{secrets.randbelow(10**18)}~" for _ in range(2))
     first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
-    # An opening bracket stands before a quotation mark, "{" or "%", as in '<' + key, <{{ key }}>
-    # and '<%s>'.
+    # A template opens a bracket right before a quotation mark, "{" or "%", as in '<' + key,
+    # <{{ key }}> and '<%s>'.
     brackets = "".join(re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template))
     # Words in quotation marks and behind a dot: key == 'city', message.role.
     names = {*ROLES, *names, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
 
     def hide(text: str) -> str:
         bare = text.strip()  # as a template may do
-        text = first.sub(lambda match: f"{secret}{match[0]}{secret}", text)
+        text = first.sub(lambda match: f"{fence}{match[0]}{fence}", text)
         within = rf"[\0{re.escape(brackets)}]{re.escape(bare)}[^\w\0]"
         if bare not in names and (
             tokenizer.borders_control(bare)
-            or bare in tokenizer.control_texts  # which is quicker
+            or bare in tokenizer.control_texts  # a quick test, which rules out most
             and re.search(within, tokenizer.control_texts)
         ):
-            # "~": the secret stands there already.
-            text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{secret}\2\3{secret}\4", text)
+            # "~": a fence stands there already.
+            text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{fence}\2\3{fence}\4", text)
         return text
 
     variables = {name: map_texts(value, hide) for name, value in variables.items()}
@@ -1343,15 +1344,15 @@ def write_chat(
     try:
         text = render(tokenizer, template, **variables)
     except ValueError as error:
-        raise ValueError(str(error).replace(secret, "").replace(end, "")) from None
+        raise ValueError(str(error).replace(fence, "").replace(end, "")) from None
     if is_continued:
         text, separator, rest = text.rpartition(end)
         if not separator:
             raise ValueError("the chat template leaves out the final message")
-        if not rest.startswith(" "):  # the template strips messages
+        if not rest.startswith(" "):  # the template stripped this space
             text = text.rstrip()
-    # As JSON, a character may have 12 letters: "\\ud83d\\ude00".
-    return re.split(f"(?s){secret}(.{{1,12}}?){secret}", text)
+    # A template may write JSON, where one character may take 12: "\\ud83d\\ude00".
+    return re.split(f"(?s){fence}(.{{1,12}}?){fence}", text)
 
 
 def encode_chat(
@@ -1377,9 +1378,9 @@ def encode_chat(
         raise ValueError(str(error)) from None
     parts = write_chat(tokenizer, template, variables, names)
 
-    # Roles and names are not hidden: a template may compare them. It may also write
-    # '<|' + role + '|>', which for the role "im_end" is ChatML's token. For letters that no token
-    # has, it would not be one.
+    # Roles and names are not hidden, because a template may compare them. But if it writes
+    # '<|' + role + '|>', the role "im_end" makes ChatML's control token. So write the chat again
+    # with other letters in such a name: the same control tokens must come out.
     for name in names:
         others = parts
         if name.lower() in tokenizer.control_texts.lower() or tokenizer.borders_control(name):
@@ -1409,7 +1410,7 @@ class ChatStops(NamedTuple):
 
 def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
     """The first special token, or else the text, that a template (None: the tokenizer's own) writes
-    behind an assistant's message. There may be neither.
+    after an assistant's message. There may be neither.
     """
     template = find_template(tokenizer, template)
 
@@ -1433,8 +1434,8 @@ def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
 
 
 def stop_ids(model: Llama, tokenizer: Tokenizer, template: str | None = None) -> set[int]:
-    """The ids that end a text, by the model's files and by its tokenizer; with a template (a name in
-    CHAT_TEMPLATES or Jinja), also what that writes behind an answer.
+    """The ids that end a text, by the model's files and its tokenizer; with a template (a name in
+    CHAT_TEMPLATES or Jinja), also the token that this writes after an answer.
     """
     eos_id: Any = getattr(tokenizer, "eos_id", None)  # a tokenizer of your own may have none
     ids = {model.config.eos_token_id, *model.config.stop_token_ids, eos_id} - {None}
@@ -1465,7 +1466,8 @@ def chat(
     return stream
 
 
-CHAT_TEMPLATES = {  # short ones, for models without their own; "{%-" and "{{-" remove white space before them
+# Short ones, for models without their own. "{%-" and "{{-" remove the white space before them.
+CHAT_TEMPLATES = {
     "llama-2": r"""
 {%- set system = '' %}
 {%- if messages[0].role == 'system' %}
@@ -3312,7 +3314,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage; it then exits with status 2."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Name our option in place of another program's: argparse would read -ngl as -n gl."""
+        """Refuse another program's option, and name ours: argparse would read -ngl as -n gl."""
         known = self._option_string_actions
         for arg in sys.argv[1:] if args is None else args:
             option = arg.partition("=")[0]
@@ -3343,7 +3345,7 @@ def in_range(cast: type, low: float, high: float = 2**31) -> Callable[[str], Any
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line. Raises ValueError for one that needs another."""
+    """The options of the command line. Raises ValueError if one lacks another that it needs."""
     parser = Parser(
         prog="llama2.py", description="Run a Llama 2 or 3 model: continue a text, or chat."
     )
@@ -3478,16 +3480,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def decode_prompt(data: bytes) -> str:
-    """The text of a file or of standard input, without a byte order mark and one line end."""
+    """The text of a file or of standard input, without a byte order mark or a final line end."""
     if b"\0" in data:
         raise ValueError("NUL bytes, as UTF-16 has them; expected UTF-8")
     return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
 
 
 def read_prompt(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Any, list[int]]:
-    """The prompt (an option, a file, or standard input) and its ids; for a chat, None or a text.
-
-    Prints a line if the text of a control token stays text, or if --chat would answer.
+    """The prompt (an option, a file, or standard input) and its ids. A chat may have none, and
+    needs no ids. Prints a line if a control token's text stays text, or if --chat would answer.
     """
     prompt, path = args.prompt, args.prompt_file
     if path or (prompt is None and not args.chat):
@@ -3540,7 +3541,7 @@ def fail(message: object) -> int:
 def show(stream: TextStream) -> str:
     """Write a text while it is generated, and return it. Ctrl-C stops it."""
     shown = ""
-    # All but tabs, line feeds, and carriage returns before these.
+    # All control characters but tabs, line feeds, and carriage returns before line feeds.
     controls = r"(?!\r\n)[\0-\x08\x0b-\x1f\x7f-\x9f]"
     try:
         for text in stream:
@@ -3572,7 +3573,7 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, thread
     recommended = checkpoint.sampling
     plan = plan_loading(checkpoint, args.device, args.dtype, compile=args.compile)
     weights = checkpoint.weights.values()
-    types = Counter(weight.ggml_type for weight in weights)
+    counts = Counter(weight.ggml_type for weight in weights)
     context = args.context or config.max_position_embeddings
     is_scaled = config.rope_freq_factors or config.rope_scaling_factor != 1
     ends = dict.fromkeys((config.eos_token_id, *config.stop_token_ids), "by its files")
@@ -3594,7 +3595,7 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, thread
         ),
         "chat template": "its own" if tokenizer.chat_template.strip() else "none",
         "sampling": describe_sampling(Sampling(**recommended), recommended, {}),
-        "tensors": f"{', '.join(f'{n} {name}' for name, n in types.most_common())};"
+        "tensors": f"{', '.join(f'{n} {name}' for name, n in counts.most_common())};"
         f" {sum(weight.nbytes for weight in weights) / 1e9:.3f} GB",
         "memory": f"{memory_needed(checkpoint, plan, context) / 1e9:.3f} GB for {context:,} tokens;"
         " with --context N for fewer",
@@ -3607,14 +3608,14 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, thread
 
 
 def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> str:
-    """The settings in force, and where they come from: an option, the model's files, or neither."""
+    """The settings in force, and whether an option gave or the model's files stated them."""
     settings = []
     for name in "penalty_last_n", *SAMPLING_LIMITS:
         value = getattr(sampling, name)
         source = "option" if name in given else "model" if name in stated else "default"
         if source != "default" or name in ("temperature", "top_p"):
             settings.append(f"{name} {round(value, 6):.10g} ({source})")
-        if name == "temperature" and value <= 0:  # the others change nothing then
+        if name == "temperature" and value <= 0:  # then the others have no effect
             break
     if stops := sampling.stop_strings:
         settings.append(f"stop_strings {', '.join(map(repr, stops))} (model)")
@@ -3625,14 +3626,14 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
     """The last line of a run: speed, memory, and why it stopped."""
     prompt_tokens = sum(generation.prompt_tokens for generation in generations)
     new_tokens = sum(len(generation.new_ids) for generation in generations)
-    prefills = sum(sum(generation.seconds[:1]) for generation in generations)
-    steps = [second for generation in generations for second in generation.seconds[1:]]
+    prefill_seconds = sum(sum(generation.seconds[:1]) for generation in generations)
+    step_seconds = [second for generation in generations for second in generation.seconds[1:]]
     report = f"prompt {prompt_tokens} tokens"
-    if prefills:
-        report += f", {prompt_tokens / prefills:.1f} tokens/s"
+    if prefill_seconds:
+        report += f", {prompt_tokens / prefill_seconds:.1f} tokens/s"
     report += f"; generated {new_tokens} tokens"
-    if steps:  # each gave one token, the stop token included
-        report += f", {len(steps) / sum(steps):.1f} tokens/s"
+    if step_seconds:  # each gave one token, the stop token included
+        report += f", {len(step_seconds) / sum(step_seconds):.1f} tokens/s"
     if peak := peak_memory(device):
         report += f"; peak memory {peak / 1e9:.2f} GB"
     return f"{report}; stopped: {generations[-1].stop_reason}"
@@ -3642,7 +3643,7 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
 # 20. The chat, and main
 
 CHAT_KEYS = "Ctrl-C stops an answer, /more goes on, /reset forgets all, /exit ends, /help says this"
-CHAT_COMMANDS = {  # those that only print a line
+CHAT_COMMANDS = {  # what each prints; for /more, before the first answer
     "/help": CHAT_KEYS,
     "/reset": "the conversation is forgotten",
     "/more": "there is no answer yet with which /more could go on",
@@ -3661,7 +3662,7 @@ def read_question() -> str | None:
             print("> ", end="", file=sys.stderr, flush=True)  # stdout gets the answers only
             return input()
         except (EOFError, KeyboardInterrupt) as end:
-            note("")  # ends the line of the prompt
+            note("")  # ends the line that "> " begins
             return "" if isinstance(end, KeyboardInterrupt) else None
 
 
@@ -3672,13 +3673,13 @@ def converse(
     questions: Iterable[str],
     options: dict,
 ) -> list[Generation]:
-    """Answer the questions, until the last or /exit; `options` are those of chat().
+    """Answer the questions, up to the last or /exit; `options` are those of chat().
 
     When the context is full, the oldest turns are dropped until half of it is free.
     """
     template = read_template(args, tokenizer)
     system = [{"role": "system", "content": args.system}] if args.system else []
-    size = options["cache"].max_seq_len
+    size = options["cache"].max_seq_len  # of the context, in tokens
     note(f"{Path(args.model).name}, {size} tokens; {CHAT_KEYS}", args.quiet)
     messages: list = []  # the conversation so far, without the system prompt
     generations = []
@@ -3735,7 +3736,7 @@ def converse(
 
 
 def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) -> int:
-    """Do what the options ask for; returns the exit status."""
+    """Do what the options ask for; returns the exit status. `load` is that of main()."""
     start = time.perf_counter()
     threads = use_threads(args.threads)
     checkpoint = open_checkpoint(args.model)
@@ -3748,16 +3749,16 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
     config = checkpoint.config
     context = args.context or config.max_position_embeddings
     if args.chat:
-        size = args.context or min(context, CHAT_CONTEXT)
+        cache_size = args.context or min(context, CHAT_CONTEXT)
     else:
-        size = min(context, len(check_ids(ids, config, context)) + args.max_new_tokens)
+        cache_size = min(context, len(check_ids(ids, config, context)) + args.max_new_tokens)
 
     # 2. Load the model.
     model, tokenizer = load(
         checkpoint,
         args.device,
         args.dtype,
-        context=args.context or size,
+        context=args.context or cache_size,
         compile=args.compile,
         progress=not args.quiet,
     )
@@ -3771,13 +3772,13 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
         "sampling": sampling,
         "max_new_tokens": args.max_new_tokens,
         "stop": args.stop,
-        "cache": model.new_cache(size),
+        "cache": model.new_cache(cache_size),
     }
     if args.chat:
         questions = itertools.chain([prompt or ""], iter(read_question, None))  # until it is None
         generations = converse(model, tokenizer, args, questions, options)
     else:
-        # With --parse-special, the prompt may be a chat: then it ends where an answer ends.
+        # With --parse-special, the prompt may be a chat: then the text ends where an answer ends.
         template = tokenizer.chat_template.strip() if args.parse_special else None
         options["stop_ids"] = stop_ids(model, tokenizer, template)
         stream = stream_text(model, tokenizer, ids, **options)
@@ -3795,12 +3796,12 @@ def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) 
 def main(
     argv: Sequence[str] | None = None, load: Callable[..., tuple[Llama, Tokenizer]] = load
 ) -> int:
-    """Run the command line; returns the exit status. examples/ranks.py has a `load` of its own."""
+    """Run the command line; returns the exit status. examples/ranks.py passes its own `load`."""
     for name, mode in zip(("stdin", "stdout", "stderr"), "rww"):
         if getattr(sys, name) is None:  # it was closed, as by `<&-`
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what it cannot encode is escaped
+        if isinstance(stream, io.TextIOWrapper):  # escape what it cannot encode
             stream.reconfigure(errors="backslashreplace")
     gc.freeze()  # a collection would look through all of torch's objects, which never die
     try:
@@ -3810,7 +3811,7 @@ def main(
                 import readline
 
                 # Pasted text of several lines is one question. libedit, which macOS may have in
-                # place of GNU's readline, ignores this: there each line is one.
+                # place of GNU's readline, ignores this: there each line is a question.
                 readline.parse_and_bind("set enable-bracketed-paste on")
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
