@@ -872,7 +872,7 @@ def test_what_clients_add_to_a_history(sessions, message, means):
         path, key, limit = CHAT, "messages", "max_tokens"
         if "type" in message:
             path, key, limit = RESPONSES, "input", "max_output_tokens"
-        body = {key: [*QUESTION, message, *QUESTION], limit: 1, "cache_prompt": False}
+        body = {key: [*QUESTION, message, *QUESTION], limit: 1, "cache_prompt": False, "seed": 1}
         return sessions(BOTH).post(path, json=body).json()
 
     reply = reply_to(json.loads(message))
