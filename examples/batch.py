@@ -236,7 +236,8 @@ class Rows(list[Row]):
         except Exception as error:  # noqa: BLE001 (it ends one text, and no other)
             if not others:
                 first.end(error)
-            for row in others and rows:  # nothing has changed, and it may be the error of one
+                return
+            for row in rows:  # nothing has changed, and it may be the error of one
                 self.run_pass([row], 1)
 
 
