@@ -80,13 +80,9 @@ def measure(function, limit=1.0):
 
 def relative_times(functions):
     """Times of functions that run in turns A B A B, divided by the first's: medians of 7 turns."""
-    samples = defaultdict(list)
-    for _ in range(7):
-        times = {name: measure(call, 0.03).median for name, call in functions.items()}
-        first, *_ = times.values()
-        for name, time_of_one in times.items():
-            samples[name].append(time_of_one / first)
-    return {name: median(values) for name, values in samples.items()}
+    turns = [[measure(call, 0.03).median for call in functions.values()] for _ in range(7)]
+    first, *_ = samples = [*zip(*turns)]
+    return {name: ratio(times, first) for name, times in zip(functions, samples)}
 
 
 def ratio(a, b):
@@ -726,11 +722,10 @@ def run_parallel(args):
     engines = {count: parallel_engine(args, model, count) for count in args.parallel}
     for engine in engines.values():
         engine()
-    samples = take_turns(engines, args.rounds)
-    rates = {count: median(tests["tg"]) for count, tests in samples.items()}
-    first = samples[args.parallel[0]]["tg"]
-    gains = [ratio(tests["tg"], first) for tests in samples.values()]
-    rows = [(n, f"{rate:.4g}", f"{gain:.2f}") for (n, rate), gain in zip(rates.items(), gains)]
+    samples = {n: tests["tg"] for n, tests in take_turns(engines, args.rounds).items()}
+    rates = {n: median(values) for n, values in samples.items()}
+    gains = {n: ratio(values, samples[args.parallel[0]]) for n, values in samples.items()}
+    rows = [(n, f"{rates[n]:.4g}", f"{gains[n]:.2f}") for n in samples]
     table(("sequences", "tokens/s of all", "times the first"), *rows)
     return {"parallel": rates}
 
