@@ -94,11 +94,6 @@ def wrong(name: str, value: Any, expected: str) -> Refusal:
     return Refusal(400, f"{name:.40} is {json.dumps(value)[:60]}{expected}", param=name[:40])
 
 
-def is_neutral(name: str, value: Any) -> bool:
-    """Whether a field asks for nothing."""
-    return not value or NEUTRAL.fullmatch(f"{name} {json.dumps(value)}") is not None
-
-
 def take(body: dict, name: str, default: Any, value_type: type | None = None) -> Any:
     """Remove a field, by any of its names, and return its value, of the default's type; or the
     default if it is null."""
@@ -109,16 +104,15 @@ def take(body: dict, name: str, default: Any, value_type: type | None = None) ->
         expected += f" from {low} to {high}"
     taken = default
     for key in (name, *SYNONYMS.get(name, ())):
-        value = body.get(key)
+        value = body.pop(key, None)
         if value is None or (value == -1 and key.endswith("_predict")):  # there: no limit
-            body.pop(key, None)
             continue
         fits = type(value) is value_type or (value_type is float and type(value) is int)  # no bool
         if not (fits or value_type is object) or (name in LIMITS and not low <= value <= high):
             raise wrong(key, value, expected)
         if taken not in (default, value):
             raise wrong(key, value, f", but by another name it is {json.dumps(taken):.60}")
-        taken = body.pop(key)
+        taken = value
     return taken
 
 
@@ -274,7 +268,7 @@ def refuse_rest(body: dict) -> list[str]:
     for key, value in body.items():
         close = get_close_matches(key, [*LIMITS, *itertools.chain(*SYNONYMS.values())], 1, 0.85)
         if REFUSED.fullmatch(key):
-            if not is_neutral(key, value):
+            if value and not NEUTRAL.fullmatch(f"{key} {json.dumps(value)}"):
                 raise wrong(key, value, ", which is not supported")
         elif close:
             raise wrong(key, value, f", which is not known; {close[0]} is")

@@ -75,16 +75,17 @@ def find_endless(schema: dict[str, Any]) -> set[int]:
     endless = {*map(id, parts.values())}
 
     def ends(part: dict[str, Any]) -> bool:
-        several = {key: value for key, value in part.items() if isinstance(value, list)}
         reference = unquote(str(part.get("$ref"))).replace("~1", "/").replace("~0", "~")
-        needed = [targets.get(reference), *several.get("allOf", ())]
-        if part.get("type") == "object" and isinstance(part.get("properties"), dict):
-            names = map(str, several.get("required", ()))
-            needed += [part["properties"].get(name) for name in names]
-        if part.get("type") == "array" and part.get("minItems"):
-            needed += [*several.get("prefixItems", ()), part.get("items")][:1]
-        choices = several.get("anyOf") or several.get("oneOf") or [None]
-        return endless.isdisjoint(map(id, needed)) and not endless.issuperset(map(id, choices))
+        try:
+            needed = [targets.get(reference), *part.get("allOf", ())]
+            if part.get("type") == "object":
+                needed += map(part.get("properties", {}).get, part.get("required", ()))
+            if part.get("type") == "array" and part.get("minItems"):
+                needed += [*part.get("prefixItems", ()), part.get("items")][:1]
+            choices = part.get("anyOf") or part.get("oneOf") or [None]
+            return endless.isdisjoint(map(id, needed)) and not endless.issuperset(map(id, choices))
+        except (TypeError, AttributeError):  # llguidance will say which value has a wrong type
+            return True
 
     while found := {id(part) for part in parts.values() if id(part) in endless and ends(part)}:
         endless -= found
