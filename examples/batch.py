@@ -14,8 +14,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import waits  # noqa: F401
 
 try:
     import torch
+    from drafts import tokens_of_equal_bits
     from torch import Tensor
     from tqdm import tqdm
 
@@ -37,202 +39,172 @@ except ImportError as error:
 PIECE = 128  # tokens of a prompt that are read between two steps of others
 
 
+@dataclass(eq=False)
 class Sequences:
-    """Several caches as one, for passes of one token each (T = 1): what Llama.forward() asks of a cache.
+    """Several caches as one, in which each has a position of its own: what Llama.forward() asks of a
+    cache.
 
-    sequences  plain Caches of batch size 1, as many as the tokens (B, 1); each has a position, and
-               perhaps a size, of its own
+    sequences  plain Caches of batch size 1, as many as the tokens (B, T); their sizes may differ
     layer      index of the layer that runs, as in a Cache
     pos        the highest of the positions
     """
 
-    def __init__(self, sequences: Sequence[llama2.Cache]) -> None:
-        self.sequences = sequences
-        self.layer = 0
+    sequences: Sequence[llama2.Cache]
+    layer: int = 0
 
     @property
     def pos(self) -> int:
         return max(cache.pos for cache in self.sequences)
 
     def check(self, model: llama2.Llama, tokens: Tensor) -> None:
-        """Raises ValueError unless each sequence is for this model and has room for its token."""
-        if tokens.shape != (len(self.sequences), 1):
-            raise ValueError(
-                f"tokens are {tuple(tokens.shape)}; expected one for each of {len(self.sequences)} sequences"
-            )
-        for cache, token in zip(self.sequences, tokens, strict=True):
-            cache.check(model, token[None])
-            cache.slots(1)
+        """Raises ValueError unless each sequence is for this model."""
+        for cache, own in zip(self.sequences, tokens.split(1), strict=True):
+            cache.check(model, own)
 
     def rope(self, T: int) -> tuple[Tensor, ...]:
-        """cos and sin for the next token of each: (B, 1, D/2)."""
-        pairs = [cache.rope(T) for cache in self.sequences]
-        return tuple(map(torch.stack, zip(*pairs, strict=True)))
+        """cos and sin for the next T tokens of each: (B, T, D/2). Raises ValueError if one is full."""
+        pairs = [torch.stack(cache.rope(T)) for cache in self.sequences]
+        return torch.stack(pairs, dim=1).unbind()
 
     def mask(self, T: int) -> Tensor:
-        """Which of the longest sequence's tokens each new token sees: bool (B, 1, 1, S)."""
-        positions = torch.tensor([cache.pos for cache in self.sequences])
-        mask = torch.arange(self.pos + T) <= positions[:, None, None, None]
+        """Which of the longest sequence's tokens each new token sees: bool (B, 1, T, S)."""
+        new = torch.stack([torch.arange(T) + cache.pos for cache in self.sequences])  # positions
+        mask = torch.arange(self.pos + T) <= new[:, None, :, None]
         return mask.to(self.sequences[0].k.device)
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B, G, 1, D) of one layer; return all (B, G, S, D), zeros behind the shorter."""
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Store k and v (B, G, T, D) of one layer; return all (B, G, S, D), zeros behind the shorter."""
         B, G, T, D = k.shape
-        keys, values = k.new_zeros(2, B, G, self.pos + T, D)
+        both = k.new_zeros(2, B, G, self.pos + T, D)
         for i, cache in enumerate(self.sequences):
-            S = cache.pos + T
-            keys[i, :, :S], values[i, :, :S] = cache.update(layer, k[i, None], v[i, None])
-        return keys, values
+            both[:, i, :, : cache.pos + T] = torch.cat(cache.update(layer, k[i, None], v[i, None]))
+        return both.unbind()
 
     def advance(self, tokens: Tensor) -> None:
-        """Count tokens (B, 1) as stored."""
-        for cache, token in zip(self.sequences, tokens, strict=True):
-            cache.advance(token[None])
+        """Count tokens (B, T) as stored."""
+        for cache, own in zip(self.sequences, tokens.split(1)):
+            cache.advance(own)
 
 
 def copy_tokens(source: llama2.Cache, target: llama2.Cache, n: int) -> None:
     """Have a cache hold the first n tokens of another one, and nothing else."""
     target.reset()
-    target.k[:, :, :, :n] = source.k[:, :, :, :n]
-    target.v[:, :, :, :n] = source.v[:, :, :, :n]
+    target.k[..., :n, :] = source.k[..., :n, :]
+    target.v[..., :n, :] = source.v[..., :n, :]
     target.advance(source.tokens[:, :n])
-
-
-@torch.no_grad()
-def has_bits_of_one(model: llama2.Llama) -> bool:
-    """Whether a sequence has the same bits beside another as alone. Only the CPU kernels promise it;
-    a trial shows whether they run all of the model.
-    """
-    if type(model.layers[0]).__name__ != "NativeBlock" or not llama2.load_kernels():
-        return False
-    tokens = torch.zeros(2, 1, dtype=torch.int64)
-    caches = [model.new_cache(8), model.new_cache(8)]
-    alone = []
-    for stored, cache in zip((6, 3), caches, strict=True):
-        model(tokens[:1].expand(1, stored), cache)
-        alone.append(model(tokens[:1], cache))
-        cache.truncate(stored)
-    return model(tokens, Sequences(caches)).equal(torch.cat(alone))
 
 
 class NotYet(Exception):
     """What a step raises whose logits come with the next pass. Nothing has changed: ask it again."""
 
 
-def patiently(items: Iterator) -> Iterator:
-    """The items, and None each time that the next one has to wait for a pass."""
-    while True:
-        try:
-            yield next(items)
-        except NotYet:
-            yield None
-        except StopIteration:
-            return
-
-
+@dataclass(eq=False)
 class Row:
-    """A `step` for generate() whose passes Rows makes."""
+    """A text that Rows writes. It is the `step` of the iterator over it, such as generate()."""
 
-    read = staticmethod(llama2.prefill)  # makes the passes of a prompt
-    chunk = llama2.PREFILL_CHUNK  # its tokens in a pass, if nobody else waits
+    chunk = llama2.PREFILL_CHUNK  # the prompt's tokens in a pass, if nobody else waits
+    begin: Any = None  # makes the iterator of its `step`
+    number: int = 0  # among the texts of run_batch()
+    items: list = field(default_factory=list)  # what the iterator has given
+    iterator: Any = None
+    ended: Any = None  # the iterator, or an error, when the text is over
     owner: Any = None  # among the rows of one, equal prompts are read once
-    cache: Any = None
-    tokens: Any = None  # (1, n), while logits are asked for
-    result: Any = None  # these logits (1, V), or an error
     prompt: Any = None  # what is equal for equal prompts
     first: Any = None  # the logits after the prompt
+    cache: Any = None
+    tokens: Any = None  # (1, n), whose logits the iterator asked for
+    logits: Any = None  # these (1, V), until it asks again
+
+    def take(self, item: Any) -> None:
+        """Keep what the iterator has given."""
+        self.items.append(item)
+
+    def end(self, ended: Any) -> None:
+        """Note that the text is over: with the iterator, or with an error."""
+        self.ended = ended
+
+    def go_on(self) -> None:
+        """Write up to where logits are lacking, or to the end."""
+        try:
+            self.iterator = self.iterator or self.begin(step=self)
+            for item in self.iterator:
+                self.take(item)
+            self.end(self.iterator)
+        except NotYet:
+            pass
+        except Exception as error:  # noqa: BLE001 (it ends this text, and no other)
+            self.end(error)
 
     def __call__(self, tokens: Tensor, cache: llama2.Cache) -> Tensor:
         """tokens (1, n) -> logits (1, V), once a pass has made them. Raises NotYet until then."""
-        if self.result is None:
-            if self.tokens is None:
-                self.tokens, self.cache = tokens, cache
-                cache.truncate(min(cache.common_prefix(tokens), tokens.shape[1] - 1))
-                self.start = cache.pos
-                self.prompt = self.prompt or (self.owner, self.start, tokens.tolist())
+        if self.logits is None:
+            cache.truncate(min(cache.common_prefix(tokens), tokens.shape[1] - 1))
+            self.tokens, self.cache = tokens, cache
+            self.prompt = self.prompt or (self.owner, cache.pos, tokens.tolist())
             raise NotYet
-        result, self.result = self.result, None
-        if isinstance(result, Exception):
-            raise result
-        self.first = result if self.first is None else self.first
-        return result
-
-    def end(self, result: Any) -> None:
-        """Give the logits, or the error, for which the step waits."""
-        self.tokens, self.result = None, result
+        logits, self.logits = self.logits, None
+        return logits
 
     @property
     def lacking(self) -> int:
         """How many tokens are to be read before there are logits."""
-        return 0 if self.tokens is None else self.tokens.shape[1] - self.cache.pos
+        return self.tokens.shape[1] - self.cache.pos
+
+    def read(self, model: llama2.Llama, tokens: Tensor) -> Tensor:
+        """A pass for the next tokens (1, T) of this row alone: logits (1, V)."""
+        return model(tokens, self.cache)
 
 
 class Rows(list[Row]):
-    """The rows of a model, and the one loop that writes their texts."""
+    """The rows of a model, written side by side; those that are over are remembered."""
 
     def __init__(self, model: llama2.Llama, otherwise: int = 1) -> None:
         """`otherwise`: the sequences of a pass where that changes their bits."""
         self.model = model
-        self.is_exact = has_bits_of_one(model)
-        self.size = llama2.load_kernels().gemv_tokens if self.is_exact else otherwise
-
-    def write(self, begin: Callable[[list], Any]) -> Iterator:
-        """Write texts side by side; yields the owner of each as it ends.
-
-        begin(owners of those that are written) gives the next text and its owner, or None: not yet,
-        or, if none is written, no more. A text is an iterator that yields when it waits for a pass.
-        """
-        running: dict[Iterator, Any] = {}
-        while True:
-            while new := begin([*running.values()]):
-                text, running[text] = new
-            if not running:
-                return
-            for text, owner in [*running.items()]:
-                if next(text, self) is self:
-                    del running[text]
-                    yield owner
-            self.run()
+        equal = tokens_of_equal_bits(model)
+        self.is_exact = equal > 1
+        self.size = equal if self.is_exact else otherwise
 
     def run(self) -> None:
-        """A decode step for each row that waits for one, and a pass for one of the prompts, in turn."""
-        steps = [row for row in self if row.lacking == 1]
-        groups = [steps[i : i + self.size] for i in range(0, len(steps), self.size)]
-        unread = [row for row in self if row.lacking > 1 and not self.copy_equal(row)]
-        for rows in groups:
-            self.run_pass(rows, 1)
-        if unread:
-            row = unread[0]
-            size = min(row.lacking, row.chunk - (row.cache.pos - row.start) % row.chunk)
-            if self.is_exact and (groups or unread[1:]):
-                # Bits stay, because no piece is so small that it is a step's.
-                size = math.ceil(size / math.ceil(size / PIECE))
-            self.run_pass([row], size)
-            self.sort(key=lambda other: other.prompt == row.prompt)  # next time, others come first
-
-    def copy_equal(self, row: Row) -> bool:
-        """Whether an equal prompt was read, which is copied."""
-        for other in self:
-            if other.prompt == row.prompt and other.first is not None:
-                copy_tokens(other.cache, row.cache, row.tokens.shape[1])
-                row.end(other.first)
-                return True
-        return False
+        """Write each text up to where logits are lacking. Then make a decode step for each, and a
+        pass for one of the prompts, in turn.
+        """
+        for row in [*self]:
+            if not row.ended:
+                row.go_on()
+        active = [row for row in self if not row.ended]
+        steps = [row for row in active if row.lacking == 1]
+        unread = [row for row in active if row.lacking > 1]
+        for i in range(0, len(steps), self.size):
+            self.run_pass(steps[i : i + self.size], 1)
+        for row in unread[:1]:
+            equal = [other for other in self if other.prompt == row.prompt]
+            read = [other for other in equal if other.first is not None]
+            if read:
+                copy_tokens(read[0].cache, row.cache, row.tokens.shape[1])
+                row.logits = row.first = read[0].first
+            else:
+                size = min(row.lacking, row.chunk - (row.cache.pos - row.prompt[1]) % row.chunk)
+                if self.is_exact and active[1:]:
+                    # Bits stay, because no piece is so small that it is a step's.
+                    size = math.ceil(size / math.ceil(size / PIECE))
+                self.run_pass([row], size)
+            self.sort(key=equal.__contains__)  # next time, others come first
 
     def run_pass(self, rows: list[Row], size: int) -> None:
-        """A pass for so many of the tokens that a row lacks, or for one of each of several rows."""
+        """A pass for so many of the tokens that each of the rows lacks."""
         first, *others = rows
         try:
+            parts = [row.tokens[:, row.cache.pos :][:, :size] for row in rows]
+            tokens = torch.cat(parts).to(self.model.norm.weight.device)
             if others:
-                tokens = torch.cat([row.tokens[:, -1:] for row in rows])
-                cache: Any = Sequences([row.cache for row in rows])
-                logits = self.model(tokens.to(self.model.norm.weight.device), cache)
+                logits = self.model(tokens, Sequences([row.cache for row in rows]))
             else:
-                tokens = first.tokens[:, : first.cache.pos + size]
-                logits = first.read(self.model, tokens, first.cache)
-            for row, one in zip(rows, logits.split(1), strict=True):
+                logits = first.read(self.model, tokens)
+            for row, own in zip(rows, logits.split(1)):
                 if not row.lacking:
-                    row.end(one)
+                    row.logits = own
+                    row.first = own if row.first is None else row.first
         except Exception as error:  # noqa: BLE001 (it ends one text, and no other)
             if not others:
                 first.end(error)
@@ -245,33 +217,19 @@ def run_batch(
     model: llama2.Llama, starts: Iterable[Callable[..., Iterator]], parallel: int = 4
 ) -> Iterator[tuple[int, Any, list]]:
     """Run generate() or stream_text() for several prompts side by side; `starts` are functions of
-    their `step`. Yields, as they end, (i, iterator i or its ValueError, what it returned).
+    their `step`. Yields, as they end, (i, iterator i or its error, what it returned).
     """
     rows = Rows(model, parallel)
     waiting = enumerate(starts)
-
-    def write(start: Callable[..., Iterator], result: list) -> Iterator[None]:
-        row = Row()
-        rows.append(row)
-        try:
-            result[1] = start(step=row)
-            for item in patiently(result[1]):
-                if item is None:
-                    yield
-                else:
-                    result[2].append(item)
-        except ValueError as error:
-            result[1] = error
-        rows.remove(row)
-
-    def begin(running: list) -> Any:
-        if len(running) < parallel:
-            for i, start in waiting:
-                result = [i, None, []]
-                return write(start, result), result
-        return None
-
-    yield from map(tuple, rows.write(begin))
+    while True:
+        for i, start in islice(waiting, parallel - len(rows)):
+            rows.append(Row(start, i))
+        if not rows:
+            return
+        rows.run()
+        for row in [row for row in rows if row.ended]:
+            rows.remove(row)
+            yield row.number, row.ended, row.items
 
 
 def main() -> int:
@@ -293,6 +251,7 @@ def main() -> int:
     llama2.use_threads()
     prompts = args.prompts
     status = tokens = printed = 0
+    ended: dict[int, str] = {}  # and not printed yet
     try:
         if args.file:
             with llama2.naming(args.file):
@@ -310,24 +269,21 @@ def main() -> int:
 
         starts = [partial(start, i) for i in range(len(prompts))]
         begun = time.perf_counter()
-        ended: dict[int, dict] = {}  # and not printed yet
-        bar = tqdm(total=len(prompts), leave=False, disable=None, unit="text")
-        for i, stream, texts in run_batch(model, starts, args.parallel):
-            ended[i] = answer = {"prompt": prompts[i], "text": "".join(texts)}
-            if isinstance(stream, ValueError):
+        batch = run_batch(model, starts, args.parallel)
+        for i, stream, texts in tqdm(batch, total=len(prompts), leave=False, disable=None):
+            answer = {"prompt": prompts[i], "text": "".join(texts)}
+            text = answer["prompt"] + answer["text"] + "\n"
+            if isinstance(stream, Exception):
                 answer["error"] = str(stream)
+                text += f"error: {stream}\n"
                 status = 1
             else:
                 answer["stop_reason"] = stream.stop_reason
                 tokens += len(stream.generation.new_ids)
-            bar.update()
-            while answer := ended.pop(printed, None):
-                text = answer["prompt"] + answer["text"] + "\n"
-                if "error" in answer:
-                    text += f"error: {answer['error']}\n"
-                print(json.dumps(answer, ensure_ascii=False) if args.json else text, flush=True)
+            ended[i] = json.dumps(answer, ensure_ascii=False) if args.json else text
+            while text := ended.pop(printed, ""):
+                print(text, flush=True)
                 printed += 1
-        bar.close()
         speed = tokens / (time.perf_counter() - begun)
         print(f"{tokens} tokens, {speed:.1f} tokens/s", file=sys.stderr)
     except (ImportError, ValueError, OSError, RuntimeError) as error:

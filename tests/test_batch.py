@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import TOKENS, arrange, make_model
+from test_llama2 import TOKENS, arrange, assert_close, make_model
 
 PROMPTS = [[1, 5, 9, 200, 31, 77, 8], [1, 70], [1, 5, 9, 31]]
 MANY = [*PROMPTS, TOKENS[0].tolist(), [], [1, 70], [1], [5] * 65, [1, 5, 9, 31]]
@@ -46,12 +46,12 @@ def test_ids_are_those_of_each_prompt_alone(model, monkeypatch, places, parallel
 
 
 def test_equal_prompts_are_read_once(model):
-    """By whatever row came first; so are those of a row that goes."""
+    """By whatever row came first, and copied for each of the others."""
     starts = [partial(llama2.generate, model, [1, 5, 9] * 9, max_new_tokens=3)] * 5
-    with patch.object(batch.Row, "read", side_effect=llama2.prefill) as read:
+    with patch.object(batch.Row, "read", side_effect=batch.Row.read, autospec=True) as read:
         assert len([*batch.run_batch(model, starts, 3)]) == 5
-    lengths = [call.args[1].shape[1] for call in read.call_args_list]
-    assert lengths.count(27) == 2  # others are steps
+    lengths = [call.args[2].shape[1] for call in read.call_args_list]
+    assert lengths.count(27) == 1  # others are steps
 
 
 def test_a_full_window_ends_its_own_text(model):
@@ -105,3 +105,16 @@ def test_a_refused_pass_leaves_all_caches(model):
         for _ in range(20):
             model(torch.tensor([[5], [6]]), batch.Sequences(caches))
     assert [cache.pos for cache in caches] == [len(PROMPTS[0]) + 11, 13]
+
+
+@torch.no_grad()
+def test_several_tokens_of_each_sequence(model):
+    """They see those of their own before them, as alone."""
+    caches = [model.new_cache(64), model.new_cache(32)]
+    alone = []
+    for ids, new, cache in zip(PROMPTS, TOKENS[:, :3], caches):
+        model(torch.tensor([ids]), cache)
+        alone.append(model(new[None], cache, all_positions=True))
+        cache.truncate(len(ids))
+    actual = model(TOKENS[:2, :3], batch.Sequences(caches), all_positions=True)
+    assert_close(actual, torch.cat(alone))

@@ -395,7 +395,7 @@ def test_memory_counts_all_conversations(monkeypatch):
         session.is_closed = lambda: True
         session.wake.set()
         session.thread.join()
-        assert session.parallel == len(session.caches) == parallel
+        assert session.parallel == len(session.rows) == parallel
         assert session.cache_bytes == parallel * size
 
 
@@ -514,7 +514,8 @@ def test_a_schema_is_compiled_once(monkeypatch):
     monkeypatch.setattr(grammar, "control_ids", lambda vocabulary: [])
     session = MagicMock(spec=Session, check=lambda: None)
     session.compile_grammar = partial(Session.compile_grammar, session)
-    answers = [Session.grammar(session, Answer(schemas=[{"type": "object"}]), True) for _ in "abc"]
+    answer = Answer(schemas=[{"type": "object"}])
+    answers = [Session.grammar(session, answer, True).copy() for _ in "abc"]
     assert made.call_count == 1
     assert len({id(answer.matcher) for answer in answers}) == 3
 

@@ -24,10 +24,12 @@ streaming = pytest.importorskip("openai.lib.streaming._deltas")
 
 from server import __main__ as server
 from server import answer as server_answer
+from server import choice as server_choice
 from server import fields as server_fields
 from server import grammar, tools
 from server import responses as server_responses
-from server.serving import Scorer, Session
+from server.choice import Choice
+from server.serving import Session
 
 import llama2
 from test_llama2 import cases, table
@@ -131,7 +133,7 @@ class Checked(tools.Reader):
 
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
-    monkeypatch.setattr(server_answer, "Reader", Checked)
+    monkeypatch.setattr(server_choice, "Reader", Checked)
 
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
@@ -317,13 +319,14 @@ def say(sessions, tell):
 @pytest.fixture
 def started(monkeypatch):
     """A list of what each answer begins with: the prompt's ids, and options."""
-    calls, start = [], Session.start
+    calls, begin = [], Choice.begin
 
-    def note(session, ids, **options):
-        calls.append((ids, options))
-        return start(session, ids, **options)
+    def note(choice, step):
+        job = choice.job
+        calls.append((choice.ids, [job.answer, job.options, job.sampling, job.seed]))
+        return begin(choice, step)
 
-    monkeypatch.setattr(Session, "start", note)
+    monkeypatch.setattr(Choice, "begin", note)
     return calls
 
 
@@ -924,8 +927,8 @@ def test_calls_that_were_cut(sessions, tell, started, tokenizer, name):
 def test_a_stream_says_that_it_is_alive(sessions, tell, monkeypatch):
     """While a prompt is prefilled; clients drop the comments."""
     monkeypatch.setattr(server_answer, "PATIENCE", 0.05)
-    step = Scorer.__call__
-    monkeypatch.setattr(Scorer, "__call__", lambda *args: (time.sleep(0.1), step(*args))[1])
+    step = Choice.__call__
+    monkeypatch.setattr(Choice, "__call__", lambda *args: (time.sleep(0.1), step(*args))[1])
     for path in (CHAT, RESPONSES, "/v1/completions"):
         tell("Hello")
         text = sessions(BOTH).post(path, json=PROMPTS[path] | {"stream": True}).text

@@ -13,7 +13,8 @@ or forgotten if it is a hint.
     __main__.py  the command line, the paths, the page (chat.html)
     guard.py     refuses other sites, errors, the log
     fields.py    the fields of a request
-    answer.py    the answer, whole or as events
+    answer.py    the response, whole or as events
+    choice.py    one of its answers
     responses.py OpenAI's second interface
     tools.py     how the model calls tools and reasons
     serving.py   the model and its caches
@@ -163,23 +164,23 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
 
     complete = partial(Job, session, name, args.prompt_cache)
     respond = partial(ResponseJob, store, session, name, args.prompt_cache)
-    routes = []
-    for path, endpoint, *methods in (
-        ("/", open_page()),
-        ("/health", JSONResponse({"status": "ok"})),
-        ("/v1/models", JSONResponse({"object": "list", "data": [model]})),
-        ("/v1/models/{name:path}", JSONResponse(model)),  # any name, as chats take it
-        ("/v1/responses/resp_{id}", kept, "GET", "DELETE"),
-    ):
-        routes.append(Route(path, endpoint, methods=methods or ["GET"]))
-    for path, handle, *about in (
-        ("/v1/chat/completions", complete, "messages", MESSAGES),
-        ("/v1/completions", complete, "prompt", "text, token ids, or a list of either"),
-        ("/v1/responses", respond, "input", "a text, or messages and other items"),
-        ("/tokenize", tokenize, "content", "a text"),
-        ("/detokenize", detokenize, "tokens", "token ids"),
-    ):
-        routes.append(Route(path, partial(post, handle, *about), methods=["POST"]))
+    fixed = {
+        "/": open_page(),
+        "/health": JSONResponse({"status": "ok"}),
+        "/v1/models": JSONResponse({"object": "list", "data": [model]}),
+        "/v1/models/{name:path}": JSONResponse(model),  # any name, as chats take it
+    }
+    posts = {
+        "/v1/chat/completions": (complete, "messages", MESSAGES),
+        "/v1/completions": (complete, "prompt", "text, token ids, or a list of either"),
+        "/v1/responses": (respond, "input", "a text, or messages and other items"),
+        "/tokenize": (tokenize, "content", "a text"),
+        "/detokenize": (detokenize, "tokens", "token ids"),
+    }
+    routes = [Route(path, response, methods=["GET"]) for path, response in fixed.items()]
+    routes.append(Route("/v1/responses/resp_{id}", kept, methods=["GET", "DELETE"]))
+    for path, about in posts.items():
+        routes.append(Route(path, partial(post, *about), methods=["POST"]))
     app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: refuse, Exception: refuse},
@@ -290,7 +291,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if not session.has_template:
             say("the model has no chat template: llama-2 is assumed")
-        host = f"[{args.host}]" if ":" in args.host else args.host
+        host = f"[{args.host}]" if v6 else args.host
         passes = f"passes of up to {session.rows.size}" if session.rows.size > 1 else "turns"
         memory = f"caches of {session.cache_bytes / 1e9:.3g} GB for {session.context} tokens each"
         say(f"{session.parallel} answers at once, in {passes}; {memory}")

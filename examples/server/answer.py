@@ -1,20 +1,17 @@
 """The answer to a request for a completion or a chat, whole or as a stream of events."""
 
 import asyncio
-import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import anyio
-from batch import patiently
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from server.choice import Choice, Score
 from server.fields import (
     check_messages,
     refuse_rest,
@@ -26,8 +23,8 @@ from server.fields import (
     take_variables,
 )
 from server.guard import Refusal, refuse
-from server.serving import Score, Session
-from server.tools import Answer, Reader, name_tokens
+from server.serving import Session
+from server.tools import Answer, tokens_in, visible
 
 MAX_PROMPTS, MAX_WAITING = 128, 64  # prompts in a request, queued requests
 PATIENCE, COMMENT = 10, b": at work\n\n"  # which a stream has so often, in seconds
@@ -65,27 +62,25 @@ class Job:
         continued = chat and take(body, "continue_final_message", False)
         # In a raw prompt whose author does not say, the texts of control tokens stay text.
         parse_special = not chat and take(body, "parse_special", session.parse_special)
+        rendered = chat or parse_special  # by us, or by the client
         tools, answer = take_tools(body) if chat else ([], Answer())
         variables = take_variables(body)
         schema, stops = take_schema(body), take_stops(body)
         if answer.forced:  # it is a call, which neither ends
             schema, stops = [], []
         answer.schemas += schema
+        self.answer, self.grammar = answer, None
         self.n = take(body, "n", 1)  # answers to each prompt
         self.seed = take(body, "seed", None, int)
-        self.options = {  # of Session.start()
-            "chat": chat or parse_special,  # such a prompt is one that the client rendered
-            "strip": chat and not continued,
-            "stop": stops,
-            "max_new_tokens": limit,
-            # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
-            "reuse": take(body, "cache_prompt", self.seed is None) and reuse,
-            "sampling": take_sampling(body, session.model),
-            "answer": answer,
-            "score_prompt": self.echo and top is not None,
-            "score_end": not chat or take(body, "include_stop_token", False),
-            "top": top,
-        }
+        self.sampling = take_sampling(body, session.model)
+        self.top = top  # how many of the likeliest tokens have scores, if any has
+        self.score_prompt = self.echo and top is not None
+        self.score_end = not chat or take(body, "include_stop_token", False)
+        # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
+        self.reuse = (
+            take(body, "cache_prompt", self.seed is None) and reuse and not self.score_prompt
+        )
+        self.owner = None if reuse else self  # others' prompts are shared as their caches are
         note = ""  # for the log
         if forgotten := refuse_rest(body):
             note += f"; forgot {', '.join(forgotten):.200}"
@@ -105,10 +100,16 @@ class Job:
                 note += f'; {control[0]} in the prompt stays text without "parse_special": true'
         if answer.schemas:
             note += session.hold(answer, chat)
-        is_held = answer.form or answer.schemas
-        self.options["grammar"] = session.grammar(answer, chat) if is_held else None
-        # Others' prompts are shared as their caches are.
-        self.options["owner"] = None if reuse else self
+            self.grammar = session.grammar(answer, chat)
+        elif rendered:  # in a JSON string these may occur
+            stops += session.stops.texts
+        self.tokenizer = visible(session.tokenizer, tokens_in(answer))
+        self.options = {  # of stream_text()
+            "strip": chat and not continued,
+            "stop": stops,
+            "stop_ids": session.stop_ids(rendered),
+            "max_new_tokens": limit,
+        }
         if not 1 <= len(prompts) <= MAX_PROMPTS or not all(prompts):
             raise ValueError(f"there are {len(prompts)}; expected 1 to {MAX_PROMPTS}, none empty")
         longest = max(map(len, prompts))
@@ -121,12 +122,11 @@ class Job:
                 code="context_length_exceeded",
             )
 
-        self.prompts, self.note = prompts, note
+        self.note = note
         each = [ids for ids in prompts for _ in range(self.n)]
-        self.waiting = deque(enumerate(each))  # answers that have not begun
-        self.is_begun = self.is_over = False
-        self.ended = [None] * len(each)  # choices, and their generations
-        self.thoughts = 0  # tokens of reasoning
+        self.choices = [Choice(self, index, ids) for index, ids in enumerate(each)]
+        self.waiting = deque(self.choices)  # those that have not begun
+        self.is_over = False
         self.replies = asyncio.Queue()  # ends with None
         chunk = ".chunk" if self.stream else ""
         self.about = {
@@ -139,12 +139,13 @@ class Job:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer until the client hangs up."""
         self.log = scope["log"]
-        waiting = [job for job in self.session.jobs if not (job.is_begun or job.is_over)]
-        if len(waiting) >= MAX_WAITING:
+        jobs = [job for job in self.session.jobs if not job.is_over]
+        if sum(job.choices[0] in job.waiting for job in jobs) >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
         self.request = Request(scope)
         self.loop = asyncio.get_running_loop()
-        self.session.add(self)
+        self.session.jobs.append(self)
+        self.session.wake.set()
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(until_gone, receive, self.log, group)
@@ -183,113 +184,42 @@ class Job:
             self.reply(refuse(self.request, error), None)
 
     def finish(self) -> None:
-        """End all, when all answers have ended."""
-        prompt_tokens = sum(map(len, self.prompts))
-        new = sum(len(generation.new_ids) for _, generation in self.ended)
-        prefilled = sum(generation.prompt_tokens for _, generation in self.ended[:: self.n])
-        seconds = time.perf_counter() - self.start
+        """End all, if all answers have ended."""
+        if not all(choice.about["finish_reason"] for choice in self.choices):
+            return
+        firsts = self.choices[:: self.n]  # of each prompt
+        prompt_tokens = sum(len(choice.ids) for choice in firsts)
+        new = sum(len(choice.stream.generation.new_ids) for choice in self.choices)
+        prefilled = sum(choice.stream.generation.prompt_tokens for choice in firsts)
+        seconds = time.perf_counter() - self.choices[0].start
         cached = prompt_tokens - prefilled
         self.log.append(
             f"read {prefilled} + {cached} cached, made {new}, {new / seconds:.1f} tokens/s{self.note}"
         )
+        thoughts = sum(choice.thoughts for choice in self.choices)
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new,
             "total_tokens": prompt_tokens + new,
             "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prefilled},
-            "completion_tokens_details": {"reasoning_tokens": self.thoughts},
+            "completion_tokens_details": {"reasoning_tokens": thoughts},
         }
-        self.end([choice for choice, _ in self.ended], usage)
+        self.end(usage)
         self.is_over = True
         self.reply(None)
 
-    def complete_one(self, index: int, ids: list[int]) -> Iterator[None]:
-        """Continue a prompt; an error ends all."""
-        try:
-            yield from self.write(index, ids)
-        except Exception as error:  # noqa: BLE001 (memory that ran out, weights with NaN)
-            self.fail(error)
-
-    def write(self, index: int, ids: list[int]) -> Iterator[None]:
-        """Continue a prompt; each time that it waits for a pass of the model, it yields."""
-        if not self.is_begun:
-            self.is_begun, self.start = True, time.perf_counter()
-        choice = {"index": index, "logprobs": None, "finish_reason": None}
-        if self.chat:
-            self.tell(choice, {"role": "assistant", "content": ""}, [])
-        sampling = self.options["sampling"]
-        if self.seed is not None:  # several answers to one prompt differ
-            sampling = replace(sampling, seed=(self.seed + index % self.n) % 2**63)
-        scorer = self.session.start(ids, **self.options | {"sampling": sampling})
-        stream = scorer.stream
-        reader = Reader(self.options["answer"])
-        scores, thoughts = [], 0
-        before = [self.session.tokenizer.decode(ids)] if self.echo else []
-        try:
-            for text in patiently(itertools.chain(before, stream, [""])):  # the last one ends it
-                if self.is_over:
-                    return
-                if text is None:
-                    yield
-                    continue
-                new = scorer.take(text)
-                scores += new
-                delta = reader.feed(text, ended=not text)
-                if delta or new:
-                    self.tell(choice, delta, new)
-                if reader.is_reasoning:
-                    thoughts = len(stream.generation.new_ids)
-        finally:
-            self.session.free(scorer)
-        self.thoughts += thoughts
-        choice["finish_reason"] = "length"
-        if stream.stop_reason.startswith("stop"):
-            choice["finish_reason"] = "tool_calls" if "tool_calls" in reader.message else "stop"
-        self.tell(choice, {}, [])
-        said = {"message": reader.message} if self.chat else {"text": reader.text}
-        self.ended[index] = choice | said | self.table(scores), stream.generation
-        if all(self.ended):
-            self.finish()
-
-    def tell(self, choice: dict, delta: dict, scores: list[Score]) -> None:
+    def tell(self, choice: Choice, delta: dict, scores: list[Score]) -> None:
         """Send an event of what is new."""
         if self.stream:
             said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-            self.put(self.about | {"choices": [choice | said | self.table(scores)]})
+            self.put(self.about | {"choices": [choice.said(said, scores)]})
 
-    def end(self, choices: list[dict], usage: dict) -> None:
+    def end(self, usage: dict) -> None:
         """Send the whole answer, or its usage."""
+        choices = []
+        for choice in () if self.stream else self.choices:
+            reader = choice.reader
+            said = {"message": reader.message} if self.chat else {"text": reader.text}
+            choices.append(choice.said(said, choice.scores[: choice.told]))
         if self.include_usage:
-            self.put(self.about | {"choices": [] if self.stream else choices, "usage": usage})
-
-    def entries(self, score: Score) -> list[dict]:
-        """A token, and then the likeliest ones in its place. No two have the same name."""
-        tokenizer = self.session.tokenizer
-        entries = {}
-        for token_id, logprob in score.top.items():
-            data = tokenizer.token_bytes(token_id)  # maybe only some bytes of a character
-            name = name_tokens(tokenizer, score.text)
-            if entries:
-                name = data.decode(errors="backslashreplace")
-                name = tokenizer.vocabulary.pieces[token_id] if name in ("", *entries) else name
-            entries[name] = {"token": name, "logprob": logprob, "bytes": [*data]}
-        return [*entries.values()]
-
-    def table(self, scores: list[Score]) -> dict:
-        """Log-probabilities in OpenAI's form, as a field, if they were asked for."""
-        if self.options["top"] is None:
-            return {}
-        tokens = [self.entries(score) for score in scores]
-        content = [{**token[0], "top_logprobs": token} for token in tokens if token]
-        # It has bytes: the names of other lists do not tell </s> from text.
-        table = {"content": content, "refusal": None}
-        if not self.chat:
-            table |= {
-                "tokens": [score.text for score in scores],
-                "token_logprobs": [score.top.get(score.token_id) for score in scores],
-                "top_logprobs": [  # nothing comes before a first token
-                    {e["token"]: e["logprob"] for e in token} or None for token in tokens
-                ],
-                "text_offset": [score.start for score in scores],
-            }
-        return {"logprobs": table}
+            self.put(self.about | {"choices": choices, "usage": usage})

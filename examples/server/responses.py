@@ -7,9 +7,10 @@ import secrets
 from typing import Any
 
 from server.answer import COMMENT, Job
+from server.choice import Choice, Score
 from server.fields import take, text_of, wrong
 from server.guard import Refusal
-from server.serving import Score, Session
+from server.serving import Session
 
 # Fields of a chat that this interface has not, or by other names.
 CHAT_ONLY = {"messages", "response_format", "max_tokens", "max_completion_tokens", "n", "logprobs"}
@@ -159,7 +160,7 @@ class ResponseJob(Job):
             head = f"event: {event.get('type')}\ndata: {json.dumps(event)}\n\n"
             yield head.encode() if event else COMMENT
 
-    def tell(self, choice: dict, delta: dict, scores: list[Score]) -> None:
+    def tell(self, choice: Choice, delta: dict, scores: list[Score]) -> None:
         """Add what is new to the last item, or to a new one."""
         if not self.number:
             for kind in ("created", "in_progress"):
@@ -209,10 +210,10 @@ class ResponseJob(Job):
         self.event("output_item.done", item=item)
         self.item = None
 
-    def end(self, choices: list[dict], usage: dict) -> None:
+    def end(self, usage: dict) -> None:
         """Send the whole response."""
         status, details = "completed", None
-        if choices[0]["finish_reason"] == "length":
+        if self.choices[0].about["finish_reason"] == "length":
             status, details = "incomplete", {"reason": "max_output_tokens"}
         self.close(status)
         counts = {

@@ -1,21 +1,18 @@
-"""What the server does with a model: several answers at once, caches, grammars, log-probabilities."""
+"""What the server does with a model: several answers at once, caches, templates, grammars."""
 
-import copy
 import functools
 import json
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from batch import Row, Rows, copy_tokens
 
 import llama2
 from server.guard import Refusal
-from server.tools import Answer, Template, rules, tokens_in, visible
+from server.tools import Answer, Template, rules, visible
 
 try:
     from server import grammar
@@ -26,15 +23,6 @@ except ImportError:  # without llguidance
 PARALLEL, CACHE_BYTES = 4, 2**31
 MAX_GRAMMARS = 4  # that are kept, each up to 50 MB
 MAX_CONTEXT = 8192  # without --context: a file may claim any number
-
-
-class Score(NamedTuple):
-    """A token, its log-probability, and the text that it completes."""
-
-    token_id: int
-    top: dict[int, float]  # log-probabilities of this id and the likeliest; {} for the first id
-    text: str
-    start: int  # of the text, in what the client is shown
 
 
 class Session:
@@ -66,45 +54,35 @@ class Session:
         fitting = min(CACHE_BYTES, llama2.free_memory(first.k.device)) // size
         self.parallel = args.parallel or int(max(1, min(PARALLEL, fitting)))  # answers at once
         self.cache_bytes = self.parallel * size
-        # Those that no answer uses: conversations, in the order of their last use.
-        self.caches = [first]
-        while len(self.caches) < self.parallel:
-            self.caches.append(self.model.new_cache(context))
+        others = (self.model.new_cache(context) for _ in range(self.parallel - 1))
+        # In the order of their last use; those that are over remember conversations.
         self.rows = Rows(self.model)
+        self.rows += [Row(ended=True, cache=cache) for cache in (first, *others)]
         self.jobs: list = []  # that have not ended
-        self.wake = threading.Event()
+        self.wake = threading.Event()  # to be set after one is added
         self.is_closed = lambda: False  # whether no more answers are written
         self.thread = threading.Thread(target=self.work, daemon=True)
         self.thread.start()
 
-    def add(self, job: Any) -> None:
-        """Have a Job answered, by the model's thread."""
-        self.jobs.append(job)
-        self.wake.set()
-
     def work(self) -> None:
-        """The model's thread."""
-        for _ in self.rows.write(self.begin):
-            pass
-
-    def begin(self, owners: list) -> Any:
-        """The next answer, and its Job: the one that has the fewest of those that are written. None if
-        all may go on, or at the end.
+        """The model's thread. The next answer is one of the Job that has the fewest of those that are
+        written.
         """
-        while True:
+        while not self.is_closed():
             self.wake.clear()
             for job in [*self.jobs]:
-                if self.is_closed():
-                    job.fail(Refusal(503, "the server is shutting down"))
                 if job.is_over:
                     self.jobs.remove(job)
+            owners = [row.job for row in self.rows if not row.ended]
             waiting = [job for job in self.jobs if job.waiting]
             if waiting and len(owners) < self.parallel:
-                job = min(waiting, key=owners.count)
-                return job.complete_one(*job.waiting.popleft()), job
-            if owners or self.is_closed():
-                return None
-            self.wake.wait()
+                self.rows.append(min(waiting, key=owners.count).waiting.popleft())
+            elif owners:
+                self.rows.run()
+            else:
+                self.wake.wait()
+        for job in self.jobs:
+            job.fail(Refusal(503, "the server is shutting down"))
 
     def take_cache(self, ids: list[int], reuse: bool) -> llama2.Cache:
         """The cache that shares most tokens with a prompt.
@@ -113,34 +91,27 @@ class Session:
         then the tokens that they share are copied into the least recently used cache.
         """
         tokens = torch.tensor([ids])
-        caches = [*self.caches, *(row.cache for row in self.rows)]
-        best = max(caches, key=lambda cache: cache.common_prefix(tokens))
-        n = best.common_prefix(tokens) if reuse else 0
-        cache = best if best in self.caches and n >= 0.9 * best.pos else self.caches[0]
-        if cache is not best or not reuse:
-            copy_tokens(best, cache, n)
-        self.rows[:] = [row for row in self.rows if row.cache is not cache]
-        return cache
-
-    def free(self, row: Row) -> None:
-        """Others may take the cache of an answer that has ended; until then it is remembered."""
-        row.tokens = None
-        self.caches.append(row.cache)
+        rows = [row for row in self.rows if row.cache]
+        rows.sort(key=lambda row: not row.ended)  # those that may be taken come first
+        shared = {row: row.cache.common_prefix(tokens) if reuse else 0 for row in rows}
+        row, best = rows[0], max(rows, key=shared.get)
+        if best.ended and shared[best] >= 0.9 * best.cache.pos:
+            row = best
+        if row is not best or not reuse:
+            copy_tokens(best.cache, row.cache, shared[best])
+        self.rows.remove(row)
+        return row.cache
 
     def encode(self, prompt: Any, parse_special: bool) -> list[list[int]]:
         """Token ids of each prompt: a text, a list of ids, or a list of either. Raises ValueError."""
         if not isinstance(prompt, list) or {*map(type, prompt)} == {int}:
             prompt = [prompt]
-        encoded = []
-        for ids in prompt:
-            if isinstance(ids, str):
-                ids = self.tokenizer.encode(ids, parse_special=parse_special)
-            if not isinstance(ids, list) or {*map(type, ids)} != {int}:
-                raise ValueError(
-                    "expected text, token ids, or a list of either; one token at least"
-                )
+        encode = functools.partial(self.tokenizer.encode, parse_special=parse_special)
+        encoded = [encode(ids) if isinstance(ids, str) else ids for ids in prompt]
+        for ids in encoded:
+            if {*map(type, ids)} != {int}:
+                raise ValueError("expected text, token ids, or a list of either, not empty")
             self.tokenizer.decode(ids)  # ValueError for ids out of range
-            encoded.append(ids)
         return encoded
 
     @functools.cached_property
@@ -215,130 +186,14 @@ class Session:
                 note += ", ".join(problem.partition(": ")[0] for problem in left_out)
                 held = {"type": "object"} | held
             answer.schemas[i] = held
-        self.grammar(answer, chat)
         return note
 
     def grammar(self, answer: Answer, chat: bool) -> Any:
-        """A Grammar for one answer. Raises ValueError."""
-        return self.compile_grammar(chat, json.dumps(answer.schemas), rules(answer)).copy()
+        """The Grammar of an answer, which each choice copies. Raises ValueError."""
+        return self.compile_grammar(chat, json.dumps(answer.schemas), rules(answer))
 
     @functools.lru_cache(MAX_GRAMMARS)  # noqa: B019
     def compile_grammar(self, chat: bool, schemas: str, rules: str) -> Any:
-        """A Grammar that answers copy. Raises ValueError."""
+        """The last ones are kept."""
         self.check()
         return grammar.Grammar(self.vocabulary(chat), json.loads(schemas), rules)
-
-    def start(
-        self,
-        ids: list[int],
-        *,
-        chat: bool,
-        reuse: bool,
-        score_prompt: bool,
-        score_end: bool,
-        top: int | None,
-        answer: Answer,
-        grammar: Any,
-        owner: Any,
-        **options: Any,
-    ) -> "Scorer":
-        """llama2.stream_text() of a prompt, in a Scorer of its tokens.
-
-        `reuse`: tokens that a cache holds are not prefilled again; as rounding may differ then, so may
-        the text. An answer with a `grammar` fits it, and ends with it. Equal prompts of one `owner`
-        are read once. free() has to be called at the end.
-        """
-        options["stop_ids"] = self.stop_ids(chat)
-        if grammar:
-            processor = copy.copy(options["sampling"].logits_processor)
-            processor.grammar = grammar.copy()
-            options["sampling"] = replace(options["sampling"], logits_processor=processor)
-        if chat and not answer.schemas:  # in a JSON string these may occur
-            options["stop"] = [*options["stop"], *self.stops.texts]
-        tokenizer = visible(self.tokenizer, tokens_in(answer))
-        scorer = Scorer(self, top, score_end)
-        scorer.owner = owner
-        scorer.cache = cache = self.take_cache(ids, reuse and not score_prompt)
-        stream = llama2.stream_text(self.model, tokenizer, ids, step=scorer, cache=cache, **options)
-        scorer.stream = stream
-        scorer.decoder = llama2.StreamDecoder(tokenizer, score_prompt or stream.decoder.strip)
-        scorer.strip = stream.strip  # leading white space is dropped until a text is shown
-        if score_prompt:
-            scorer.prompt = object()  # it is read for its scores, and equals no other
-            scorer.read, scorer.chunk = scorer.score, llama2.SCORE_CHUNK
-            scorer.append(ids[0], {})
-        self.rows.append(scorer)
-        self.caches.remove(cache)
-        return scorer
-
-
-@dataclass(eq=False)
-class Scorer(Row):
-    """A `step` for generate() that keeps the scores of sampled tokens, unless `top` is None.
-
-    They are of the model's own logits, before penalties, biases and grammars.
-    """
-
-    session: Session
-    top: int | None
-    score_end: bool  # of the stop token, which has no text
-    logits: list[torch.Tensor] = field(default_factory=list)  # (1, V) of ids that have no score yet
-    scores: list[Score] = field(default_factory=list)  # of tokens that are not shown yet
-    length: int = 0  # of the text of all tokens, in characters
-    shown: int = 0  # how many of them are shown
-
-    def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
-        """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""
-        logprobs = logits.log_softmax(-1)[:, : self.session.model.vocab_size]
-        best = logprobs.topk(self.top)
-        for t, token_id in enumerate(ids):
-            top = dict(zip(best.indices[t].tolist(), best.values[t].tolist(), strict=True))
-            self.append(token_id, {token_id: logprobs[t, token_id].item()} | top)
-
-    def append(self, token_id: int, top: dict[int, float]) -> None:
-        """Keep the score of an id."""
-        text = self.decoder.decode(token_id)
-        self.scores.append(Score(token_id, top, text, self.length))
-        if self.strip:
-            text = text.lstrip()
-            self.strip = not text
-        self.length += len(text)
-
-    @torch.no_grad()
-    def score(self, model: llama2.Llama, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
-        """A pass for tokens (1, n) of the prompt, which also scores those after them: logits (1, V)."""
-        start, n = cache.pos, tokens.shape[1]
-        chunk = tokens[:, start:].to(cache.k.device)
-        logits = model(chunk, cache, all_positions=True)[0]  # (T, V)
-        ids = self.tokens[0, start + 1 : n + 1].tolist()
-        self.add(logits[: len(ids)], ids)
-        return logits[-1:]
-
-    def __call__(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
-        """tokens (1, n) -> logits (1, V), once a pass has made them."""
-        logits = super().__call__(tokens, cache)
-        if self.top is not None:
-            self.logits.append(logits)
-        return logits
-
-    def take(self, text: str) -> list[Score]:
-        """The scores of a text that is shown now.
-
-        At the end all remaining scores come, except those of text that a stop text hides.
-        """
-        reason = self.stream.stop_reason
-        if self.logits:
-            ids = self.stream.generation.ids[-len(self.logits) :]
-            if reason.startswith("stop token") and not self.score_end:
-                ids.pop()
-            self.add(torch.cat(self.logits), ids)
-            self.logits = []
-        self.shown += len(text)
-        whole = reason and not reason.startswith("stop text")
-        count = sum(whole or score.start < self.shown for score in self.scores)
-        taken = self.scores[:count]
-        self.scores = self.scores[count:]
-        if whole and taken:  # incomplete characters
-            last = taken[-1]
-            taken[-1] = last._replace(text=last.text + self.decoder.flush())
-        return taken
