@@ -75,6 +75,12 @@ def cases(names, text):
     return pytest.mark.parametrize(names.split(", "), table(text))
 
 
+def json_cases(names, text):
+    """The same with what is JSON in cells that begin with a bracket."""
+    rows = [[json.loads(x) if x[:1] in ("[", "{") else x for x in row] for row in table(text)]
+    return pytest.mark.parametrize(names.split(", "), rows)
+
+
 def raises(said, function, *arguments, **options):
     """This call ends in a ValueError that says so."""
     with pytest.raises(ValueError, match=said):

@@ -3,7 +3,6 @@
 import copy
 import gc
 import importlib.util
-import json
 import os
 import pickle
 import re
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import llama2
 from test_llama2 import (
@@ -22,9 +20,7 @@ from test_llama2 import (
     ROWS,
     SCRIPT,
     TOKENS,
-    assert_close,
-    cases,
-    make_hf,
+    json_cases,
     quantised,
     raises,
     ran,
@@ -43,34 +39,14 @@ WRONG = """
 """
 
 
-@cases("options, said", WRONG)
+@json_cases("options, said", WRONG)
 def test_wrong_options_of_load(model_path, options, said):
-    raises(rf"\A.*{said}.*\Z", llama2.load, model_path, **json.loads(options))  # one line
+    raises(rf"\A.*{said}.*\Z", llama2.load, model_path, **options)  # one line
 
 
 def test_calls_with_tensors_that_are_no_ids(model):
     for odd in (TOKENS[0], TOKENS.float()):
         raises("tokens", model, odd)
-
-
-NONSENSE = """
-F32 | nan | nan
-F32 | 3e38 | (nan|inf)
-F16 | 255 | nan
-Q4_0 | 255 | nan
-Q4_K | 255 | nan
-"""
-
-
-@cases("ggml_type, value, largest", NONSENSE)
-def test_weights_without_sense(tmp_path, ggml_type, value, largest):
-    """Dense ones, or the bytes of blocks, whose scales are then no numbers."""
-    path, _ = quantised(tmp_path / "x.gguf", ggml_type)
-    model, _ = llama2.load(path)
-    [weight] = model.layers[0].mlp.up_proj.state_dict().values()
-    weight[3] = float(value)
-    with pytest.raises(ValueError, match=f"is {largest}; .* a weight is NaN or infinite, or"):
-        list(llama2.generate(model, [1, 2, 3]))
 
 
 def test_a_file_is_open_once(model_path):
@@ -117,23 +93,6 @@ def test_models_of_one_checkpoint_are_their_own(tmp_path):
     for model in (two, llama2.load(checkpoint)[0]):
         assert torch.equal(model(ROWS), expected)
     assert path.read_bytes() == content
-
-
-def test_states_of_other_types_are_refused():
-    """Q4_0 and Q4_K have as many bytes per row."""
-    blocks = torch.zeros(8, 144).byte()
-    first, same, other = (llama2.QuantizedLinear(blocks, f"Q4_{c}") for c in "00K")
-    first.load_state_dict(same.state_dict())
-    for module in (other, nn.Linear(256, 8, bias=False)):
-        with pytest.raises(RuntimeError):
-            first.load_state_dict(module.state_dict())
-
-
-def test_state_dicts_of_transformers(weights):
-    theirs = make_hf(CONFIG, weights)
-    ours = llama2.Llama(CONFIG)
-    ours.load_state_dict(llama2.state_dict_from_hf(theirs.state_dict(), CONFIG))
-    assert_close(ours(ROWS), theirs(ROWS).logits, 1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -217,6 +176,4 @@ def test_types_suit_what_the_pages_show(tmp_path, tool):
     _, said, problem = ran(*command, cwd=tmp_path, env=os.environ | paths | MYPY_CACHE)
     errors = re.findall(r"shown\d+\.py:.* error: .*", said)
     assert re.search(r"\d errors?|Success", said), problem
-    assert [
-        error for error in errors if '"backward"' not in error
-    ] == []  # torch has no type for it
+    assert all('"backward"' in error for error in errors)  # torch has no type for it

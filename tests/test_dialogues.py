@@ -4,19 +4,17 @@ TEMPLATES names a folder of chat templates (*.jinja), such as models/templates o
 are then tried, too. The oracles are marks, in a computation of our own, and the masks of transformers.
 """
 
-import functools
 import json
 import os
 import re
 from contextlib import suppress
-from datetime import datetime
 from os.path import commonprefix
 from pathlib import Path
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 pytest.importorskip("tokenizers")
+template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
 
 from test_chat import FAMILIES, folder, load, load_theirs, text_of
 from training import dialogues
@@ -67,25 +65,14 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def render(template, messages, tools, prompt):
-    """The text of a dialogue by Jinja alone."""
-
-    def refuse(text):
-        raise ValueError(text)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    template = re.sub(r"({%-? *(?:end)?)generation", r"\1with", template)
-    return environment.from_string(template).render(
+    """The text of a dialogue by transformers."""
+    return template_utils._compile_jinja_template(template).render(
         messages=messages,
         tools=tools,
         documents=None,
         add_generation_prompt=prompt,
         bos_token="<s>",
         eos_token="</s>",
-        raise_exception=refuse,
-        strftime_now=lambda form: datetime.now().strftime(form),
     )
 
 
@@ -237,6 +224,7 @@ ROWS = (
 {"conversations": [ASKED, {"role": "assistant", "content": "b"}]} | bEND
 {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "wind", "arguments": "{\"x\": 1}"}}]}], "tools": [WIND]} | <tool_call>windfunction{"x": 1}END
 {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"id": "i", "type": "function", "function": {"name": "wind", "arguments": ""}}]}, {"role": "tool", "tool_call_id": "i", "content": "r"}, {"role": "assistant", "content": "c"}], "tools": "[WIND_]"} | <tool_call>windfunction{}END
+{"messages": [ASKED, {"role": "assistant", "weight": 0, "tool_calls": [{"id": "i", "function": {"name": "wind", "arguments": ""}}]}, {"role": "tool", "tool_call_id": "i", "content": "r"}, {"role": "assistant", "content": "c"}], "tools": [WIND]} | cEND
 {"messages": [ASKED, {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "wind", "arguments": {"x": "y", "z": null}}}]}], "tools": ["WIND_"]} | <tool_call>windfunction{"x": "y"}END
 """.replace("WIND_", WIND.replace('"', r"\""))
     .replace("WIND", WIND)
@@ -265,13 +253,7 @@ def test_rows(reader, case):
     ((before, learned),) = reader(row)
     assert learned == expected
     assert ("wind" in before) == ("wind" in row)
-
-
-def test_results_have_the_name_of_their_function(reader):
-    row = ROWS.strip().split("\n")[-2].split(" | ")[0].replace('"content": "", ', '"weight": 0, ')
-    ((before, learned),) = reader(row)
-    assert before.endswith("<|im_start|>tool\nwind: r<|im_end|><|im_start|>assistant\n")
-    assert learned == f"c{END}"
+    assert ("tool\nwind: r<" in before) is ('"weight": 0' in row)  # results have a name
 
 
 ROW = ROWS.strip().split("\n")[0].split(" | ")[0]

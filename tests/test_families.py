@@ -25,6 +25,7 @@ from test_llama2 import (
     TALE,
     TOKENS,
     assert_close,
+    cases,
     dialogue,
     hf_state,
     make_weights,
@@ -147,6 +148,23 @@ def test_families_that_run(tmp_path, monkeypatch, name):
         for messages in dialogues:
             for tools in (None, [TOOL]):
                 assert_as_transformers(ours, theirs, messages, False, tools=tools)
+
+
+RENDERED = r"""
+TowerInstruct | <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n
+Code Llama | \u2581<PRE> def f(n):\n    \u2581<SUF>\n    return n \u2581<MID>
+"""
+
+
+@cases("name, prompt", RENDERED)
+def test_prompts_that_clients_render(tmp_path, name, prompt):
+    """The texts of control tokens are these tokens, as transformers reads them, if somebody says so."""
+    transformers = pytest.importorskip("transformers")
+    prompt = prompt.encode().decode("unicode-escape")
+    write_family(tmp_path, FAMILIES[name])
+    ids = llama2.load(tmp_path)[1].encode(prompt, parse_special=True)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ids == theirs(prompt)["input_ids"]
 
 
 def differences(ours, theirs, dialogues):

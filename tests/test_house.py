@@ -6,7 +6,6 @@ import importlib
 import io
 import re
 import shutil
-import subprocess
 import sys
 import tokenize
 from bisect import bisect
@@ -16,21 +15,14 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs_kernels, quantised
+from test_llama2 import SCRIPT, TOKENS, assert_close, make_model, needs_kernels, quantised, ran
 
 
-@pytest.fixture
-def copied(tmp_path, monkeypatch):
-    """llama2.py copied into an empty folder, as a module."""
+def test_quantised_models_run(tmp_path, capsys, monkeypatch, no_grad):
+    """Copied alone: by torch; if kernels are asked for, with one line that it is slow."""
     shutil.copy(SCRIPT, tmp_path / "copied.py")
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("copied")
-    del sys.modules["copied"]
-
-
-@torch.no_grad()
-def test_quantised_models_run(copied, tmp_path, capsys):
-    """By torch; if kernels are asked for, with one line that it is slow."""
+    copied = importlib.import_module("copied")
     path, weights = quantised(tmp_path / "x.gguf", "Q4_K Q8_0")
     model, _ = copied.load(path)
     expected = make_model(model.config, weights)
@@ -57,16 +49,16 @@ def test_import_is_quick(monkeypatch):
     assert names - sys.stdlib_module_names == {"torch"}
 
 
+def run_in_a_new_process(code, folder=SCRIPT.parent, *arguments):
+    """Run code in which `llama2` is the one of a folder."""
+    status, *said = ran(sys.executable, "-c", code, *arguments, cwd=folder)
+    assert status == 0, said
+
+
 def test_loading_imports_no_compiler(bundled):
     """A second of torch._dynamo, which some of torch's functions import on the meta device."""
     code = "import sys, llama2; llama2.load(llama2.DEFAULT_MODEL); assert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=SCRIPT.parent)
-
-
-def run_in_a_new_process(code, folder=SCRIPT.parent, *arguments):
-    """Run code in which `llama2` is the one of a folder."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    subprocess.run(command, check=True, cwd=folder)
+    run_in_a_new_process(code)
 
 
 @needs_kernels
@@ -114,8 +106,7 @@ for m in (model, copy.deepcopy(model)):
 
 
 @needs_kernels
-@torch.no_grad()
-def test_each_copy_has_kernels_of_its_own(tmp_path, monkeypatch, native):
+def test_each_copy_has_kernels_of_its_own(tmp_path, monkeypatch, native, no_grad):
     """Renamed, in a package, and twice under one name in one process."""
     path, _ = quantised(tmp_path / "x.gguf", "Q4_K Q8_0")
     expected = llama2.load(path, compile=True)[0](TOKENS[:1, :9])

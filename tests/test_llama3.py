@@ -11,12 +11,21 @@ import re
 import sys
 
 import pytest
-from save import save_gguf, vocabulary_keys
+from save import vocabulary_keys
 from test_vocabularies import engine_of, marked
 
 import llama2
 from test_llama2 import CONFIG as TINY
-from test_llama2 import cases, make_weights, one_line, raises, random_texts, write_files, write_hf
+from test_llama2 import (
+    cases,
+    json_cases,
+    make_weights,
+    one_line,
+    raises,
+    random_texts,
+    write_files,
+    write_hf,
+)
 
 pytest.importorskip("tokenizers")
 
@@ -302,9 +311,9 @@ HOSTILE = """
 """
 
 
-@cases("change, said", HOSTILE)
+@json_cases("change, said", HOSTILE)
 def test_hostile_keys(change, said):
-    raises(said, from_keys, **json.loads(change))
+    raises(said, from_keys, **change)
 
 
 def test_control_tokens_that_are_words():
@@ -316,56 +325,33 @@ def test_control_tokens_that_are_words():
     assert all(types[i] == 1 for i in ids) and tokenizer.decode(ids) == "a whole Hello"
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"model": {"vocab": {"a": SIZE}}}, f"{SIZE + 1} pieces; the model has {SIZE}"),
-        ({"pre_tokenizer": split("(a")}, "tokenizers cannot run the vocabulary"),
-        ({"decoder": {"type": "WordPiece"}}, "its decoder is .*WordPiece"),
-    ],
-)
+REFUSED = r"""
+{"model": {"vocab": {"a": 999}}} | 1000 pieces; the model has
+{"decoder": {"type": "WordPiece"}} | its decoder is .*WordPiece
+{"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated", "invert": false}} | cannot run
+{"pre_tokenizer": {"type": "FixedLength", "length": 0}} | cannot run
+{"normalizer": {"type": "Prepend", "prepend": ""}} | cannot run
+{"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}} | cannot run
+{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}} | is wrong
+{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAAAAAAAAAAAAQUFB"}} | cannot run
+{"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [], "special_tokens": {}}} | cannot run
+{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}} | is wrong
+{"model": {"type": "BPE", "continuing_subword_prefix": "a", "merges": [["a", "\u00e9"]], "vocab": {"a": 0, "\u00e9": 1, "": 2}}} | prefix is 'a'
+"""
+
+
+@json_cases("change, said", REFUSED)
 def test_tokenizer_json_that_is_refused(tmp_path, change, said):
-    """What is damaged by chance is in test_fuzz.py."""
-    with pytest.raises(ValueError, match=f"tokenizer.json: {said}"):
-        read(tmp_path, published_json() | change)
-
-
-PANICS = """\
-{"pre_tokenizer": {"type": "FixedLength", "length": 0}}
-{"normalizer": {"type": "Prepend", "prepend": ""}}
-{"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}
-{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
-{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAAAAAAAAAAAAQUFB"}}
-{"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [], "special_tokens": {}}}
-{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}
-{"model": {"type": "BPE", "continuing_subword_prefix": "a", "merges": [["a", "\u00e9"]], "vocab": {"a": 0, "\u00e9": 1, "": 2}}}"""
-
-
-@cases("change", PANICS)
-def test_what_makes_tokenizers_panic(tmp_path, change):
-    """One line, at loading or at encoding. The last two are refused before, as the process would abort."""
-    with pytest.raises(
-        ValueError, match="cannot run the vocabulary|is wrong|prefix is 'a'"
-    ) as error:
-        read(tmp_path, published_json() | json.loads(change)).encode("the Hello")
+    """In one line, at loading or, as most make tokenizers panic, at encoding. The last two are refused
+    before, as the process would abort. What is damaged by chance is in test_fuzz.py."""
+    with pytest.raises(ValueError, match=said) as error:
+        read(tmp_path, published_json() | change).encode("the Hello")
     assert "\n" not in str(error.value)
 
 
-# --------------------------------------------------------------------------------------------------
-# Saving
-
-
-def test_a_folder_without_tokenizer_model(tmp_path, cli, monkeypatch):
-    """BOS and ends are saved where llama.cpp reads them. Without tokenizers, one line says so."""
+def test_without_tokenizers_one_line_says_so(tmp_path, cli, monkeypatch):
     path = write_hf(tmp_path / "hf", CONFIG, make_weights(CONFIG))
     (path / "tokenizer.model").unlink()
-    ends = {"eos_token_id": [EOS, EOT, EOM, HEADER]}
-    write_files(path, {"tokenizer.json": published_json(), "generation_config.json": ends})
-    save_gguf(llama2.open_checkpoint(path), tmp_path / "x.gguf")
-    checkpoint = llama2.open_checkpoint(tmp_path / "x.gguf")
-    keys = checkpoint.file.metadata
-    assert [keys[f"tokenizer.ggml.{end}_token_id"] for end in ("eot", "eom")] == [EOT, EOM]
-    config = checkpoint.config
-    assert (config.bos_token_id, config.stop_token_ids) == (BOS, (EOT, EOM, HEADER))
+    write_files(path, {"tokenizer.json": published_json()})
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "pip install tokenizers" in one_line(cli("--prompt", "x", model=path))

@@ -25,7 +25,6 @@ from torch import nn
 import llama2
 from test_llama2 import (
     CONFIG,
-    GREEDY,
     ROWS,
     TALE,
     TOKENS,
@@ -33,7 +32,7 @@ from test_llama2 import (
     added_tokens_decoder,
     arrange,
     assert_close,
-    cases,
+    json_cases,
     logits_of,
     make_model,
     make_weights,
@@ -54,8 +53,7 @@ def small(tmp_path):
 
 
 @pytest.mark.parametrize("ggml_type", [None, *SAVE_TYPES])
-@torch.no_grad()
-def test_save_round_trip(forms, tmp_path, ggml_type):
+def test_save_round_trip(forms, tmp_path, ggml_type, no_grad):
     """Matrices become what gguf makes of them, norms stay; so does the vocabulary. The file's type is
     as llama.cpp numbers them."""
     checkpoint = llama2.open_checkpoint(forms[0] / "hf_index")
@@ -130,15 +128,14 @@ def test_an_accelerated_model_becomes_a_gguf_file(small, tmp_path, ggml_type, to
     assert_close(logits_of(tmp_path / "out.gguf", compile=True), model(ROWS), tolerance)
 
 
-@pytest.mark.parametrize("places", [[0, 1, 1, 0], [1]])
-def test_layers_repeated_and_removed_are_saved(model, tokenizer, tmp_path, places):
+def test_layers_repeated_and_removed_are_saved(model, tokenizer, tmp_path):
     """As many as the model has when it is saved."""
-    arranged = arrange(model, places)
+    arranged = arrange(model, [1, 1, 1])
     save_gguf(arranged, tmp_path / "x.gguf", tokenizer=tokenizer)
     save_folder(arranged, tmp_path / "x", "F32", tokenizer)
     for path in (tmp_path / "x.gguf", tmp_path / "x"):
         loaded, _ = llama2.load(path)
-        assert len(loaded.layers) == loaded.config.num_hidden_layers == len(places)
+        assert len(loaded.layers) == loaded.config.num_hidden_layers == 3
         assert_close(loaded(TOKENS), arranged(TOKENS), 1e-5)
 
 
@@ -146,18 +143,20 @@ def test_layers_repeated_and_removed_are_saved(model, tokenizer, tmp_path, place
 def test_what_ends_early_leaves_nothing(small, model_path, tmp_path, capsys, monkeypatch, name):
     """The target stays as it was; of a full disk, one line says what is wrong and where."""
     target = tmp_path / name
-    assert convert.main([str(model_path), str(target)]) == 0
+    argv = [str(small), str(target)]
+    assert convert.main([str(model_path), str(target), "--type=F16"]) == 0
     old = content(target)
-    capsys.readouterr()
+    said = [f"wrote {target}: .*F16.*GB"]
+    with pytest.raises(SystemExit, match="2"):
+        convert.main(argv)
+    said += [".*--force.*", f".*File too large.*{target}.*"]
     # write() then fails, as on a full disk
     with lowered("RLIMIT_FSIZE", 50_000), pytest.raises(SystemExit, match="2"):
-        convert.main([str(small), str(target), "--force"])
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert re.search(f"File too large.*{re.escape(str(target))}", err)
+        convert.main([*argv, "--force"])
+    assert re.fullmatch("\n".join([*said, ""]), capsys.readouterr().err)
     monkeypatch.delattr("os.fsync")  # whatever else goes wrong
     with pytest.raises(AttributeError, match="fsync"):
-        convert.main([str(small), str(target), "--force"])
+        convert.main([*argv, "--force"])
     assert sorted(os.listdir(tmp_path)) == sorted([name, "small.gguf"])
     assert content(target) == old
 
@@ -191,11 +190,9 @@ def test_a_compiled_model_is_saved_as_the_model(small, tmp_path, write):
     model, tokenizer = llama2.load(small, trainable=True)
     wrapped = torch.compile(model, backend="eager")
     write(wrapped, tmp_path / "a.gguf", "F32", tokenizer=tokenizer)
-    write(model, tmp_path / "b.gguf", "F32", tokenizer=tokenizer)
-    a, b = (llama2.load(tmp_path / name)[0].state_dict() for name in ("a.gguf", "b.gguf"))
-    assert all(torch.equal(w, b[name]) for name, w in a.items())
+    assert_close(logits_of(tmp_path / "a.gguf"), model(ROWS), 1e-6)
     wrapped.layers[0] = torch.compile(model.layers[0], backend="eager")
-    raises("layers.0, a OptimizedModule", write, wrapped, tmp_path / "c.gguf", tokenizer=tokenizer)
+    raises("layers.0, a OptimizedModule", write, wrapped, tmp_path / "b.gguf", tokenizer=tokenizer)
 
 
 def test_more_pieces_than_rows_are_refused(tmp_path, tokenizer):
@@ -239,17 +236,6 @@ def test_numbers_that_a_type_cannot_hold_are_refused(tmp_path, tokenizer, number
     assert not os.listdir(tmp_path)
 
 
-def test_norms_of_a_folder_keep_their_type(small, tmp_path):
-    """--type is that of the matrices."""
-    source = llama2.open_checkpoint(small)
-    save_folder(source, tmp_path / "out", "F16")
-    for name, weight in llama2.open_checkpoint(tmp_path / "out").weights.items():
-        assert weight.ggml_type == ("F32" if len(weight.shape) == 1 else "F16")
-        if len(weight.shape) == 1:
-            same = source.weights[name].dense(torch.float32)
-            assert torch.equal(weight.dense(torch.float32), same)
-
-
 def test_only_regular_files_are_replaced(small, tmp_path):
     fifo = tmp_path / "fifo"
     getattr(os, "mkfifo", os.mkdir)(fifo)  # Windows has no FIFOs
@@ -274,16 +260,6 @@ def test_what_a_file_says_of_the_model_is_kept(tmp_path):
         assert again.config == checkpoint.config
         general["general.file_type"] = 1 if ggml_type else 2  # that of F16
         assert general.items() <= again.file.metadata.items()
-
-
-def test_convert_says_what_it_wrote(small, tmp_path, capsys):
-    argv = [str(small), str(tmp_path / "out.gguf"), "--type=F16"]
-    assert convert.main(argv) == 0
-    assert re.fullmatch(r"wrote .*out\.gguf: .*F16.*GB\n", capsys.readouterr().err)
-    with pytest.raises(SystemExit, match="2"):
-        convert.main(argv)
-    assert "--force" in capsys.readouterr().err
-    assert convert.main([*argv, "--force"]) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -411,29 +387,12 @@ def test_ids_that_no_piece_has_end_nothing(small, tmp_path):
 def test_files_of_version_0_6_are_mended(small, tmp_path):
     """Their token_type was UINT32."""
     expected = typed_keys(small)
-    name = b"tokenizer.ggml.token_type"
-    data = small.read_bytes()
-    array, int32, uint32 = struct.pack("<I", 9), struct.pack("<I", 5), struct.pack("<I", 4)
-    assert data.count(name + array + int32) == 1
-    small.write_bytes(data.replace(name + array + int32, name + array + uint32))
+    name, data = b"tokenizer.ggml.token_type", small.read_bytes()
+    uint32s, int32s = (name + struct.pack("<II", 9, inner) for inner in (4, 5))
+    assert data.count(int32s) == 1
+    small.write_bytes(data.replace(int32s, uint32s))
     save_gguf(llama2.open_checkpoint(small), tmp_path / "new.gguf")
     assert expected.items() <= typed_keys(tmp_path / "new.gguf").items()
-
-
-@pytest.mark.parametrize("ggml_type", [None, "F16", "Q8_0"])
-def test_llama_cpp_writes_the_same_text(tmp_path, bundled, ggml_type):
-    """Greedy; it reads what is saved of the bundled model."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not here")
-    path = tmp_path / "saved.gguf"
-    save_gguf(bundled[0], path, ggml_type, bundled[1])
-    theirs = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, verbose=False)
-    model, tokenizer = llama2.load(path)
-    prompt = "The princess opened the door and"
-    ids = tokenizer.encode(prompt)
-    assert theirs.tokenize(prompt.encode()) == ids
-    pieces = llama2.stream_text(model, tokenizer, ids, sampling=GREEDY, max_new_tokens=24)
-    said = theirs.create_completion(ids, max_tokens=24, temperature=0.0)
-    assert said["choices"][0]["text"] == "".join(pieces)
 
 
 RECOMMENDED = """
@@ -445,12 +404,12 @@ RECOMMENDED = """
 """
 
 
-@cases("sampling", RECOMMENDED)
+@json_cases("sampling", RECOMMENDED)
 def test_what_the_publisher_recommends_is_carried_over(small, tmp_path, sampling):
     """From a model in memory and from files, there and back. The largest top_k is all, as the next."""
     pytest.importorskip("tokenizers")
     model, tokenizer = llama2.load(small)
-    model.sampling = llama2.Sampling(**json.loads(sampling))
+    model.sampling = llama2.Sampling(**sampling)
     save_gguf(model, tmp_path / "x.gguf", tokenizer=tokenizer)
     save_folder(llama2.open_checkpoint(tmp_path / "x.gguf"), tmp_path / "x")
     save_gguf(llama2.open_checkpoint(tmp_path / "x"), tmp_path / "y.gguf")
@@ -518,7 +477,9 @@ def save_until(count, interrupt, write, source, out):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("interrupt", [False, True])
 @pytest.mark.parametrize("write", [save_gguf, save_folder])
-def test_the_old_model_or_the_new_one_is_whole(small, model_path, tmp_path, write, interrupt):
+def test_the_old_model_or_the_new_one_is_whole(
+    small, model_path, tmp_path, monkeypatch, write, interrupt
+):
     """Wherever a process is killed or interrupted. Nothing of the old one stays in the new one."""
     out, new = tmp_path / "out", tmp_path / "new"
     write(llama2.open_checkpoint(model_path), out)
@@ -526,8 +487,9 @@ def test_the_old_model_or_the_new_one_is_whole(small, model_path, tmp_path, writ
         write_files(out, {"chat_template.jinja": "old", "generation_config.json": {"top_k": 1}})
     write(llama2.open_checkpoint(small), new)
     states = [content(out), content(new)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     fresh = multiprocessing.get_context("forkserver")  # this process has threads, and their locks
-    fresh.set_forkserver_preload(["torch", "gguf", "pytest"])
+    fresh.set_forkserver_preload([__name__])
     for count in range(100):
         process = fresh.Process(target=save_until, args=(count, interrupt, write, small, out))
         process.start()

@@ -117,16 +117,19 @@ def vocabulary():
     return open_vocabulary(tokenizer, {tokenizer.eos_id})
 
 
+def is_whole(vocabulary, schema, text):
+    """Whether an answer may be this text."""
+    matcher = Grammar(vocabulary, [schema]).matcher
+    ids = vocabulary.tokenize_str(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
 @cases("schema, right, wrong", SUITE)
 def test_what_fits_is_what_is_valid(vocabulary, schema, right, wrong):
     """The properties of objects that name some are closed; data that looks like a schema is not."""
     texts = [(text, True) for text in right.split("; ")]
     for text, fits in texts + [(text, False) for text in wrong.split("; ")]:
-        matcher = Grammar(vocabulary, [json.loads(schema)]).matcher
-        ids = vocabulary.tokenize_str(text.replace("~", "\n"))
-        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits, (
-            text
-        )
+        assert is_whole(vocabulary, json.loads(schema), text.replace("~", "\n")) is fits, text
 
 
 def test_keywords_that_are_not_there(vocabulary):
@@ -211,10 +214,7 @@ def test_as_much_as_can_be_held(vocabulary, schema, left_out, right, wrong):
     )
     for texts, fits in ((right, True), (wrong, False)):
         for text in texts.split("; "):
-            matcher = Grammar(vocabulary, [held]).matcher
-            ids = vocabulary.tokenize_str(text)
-            whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-            assert whole is fits, text
+            assert is_whole(vocabulary, held, text) is fits, text
             if fits and left_out == "-":
                 jsonschema.validate(json.loads(text), json.loads(schema))
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from test_llama2 import SCRIPT, needs_kernels
+from test_llama2 import SCRIPT, needs_kernels, ran
 
 pytestmark = [
     needs_kernels,
@@ -33,8 +33,8 @@ def test_driver(tmp_path):
     command = [*shlex.split(os.environ.get("CXX", COMPILER)), "-std=c++17", "-O2", "-pthread"]
     source = SCRIPT.parent / "tests" / "team.cpp"
     subprocess.run([*command, str(source), "-o", str(tmp_path / "team")], check=True)
-    done = subprocess.run([str(tmp_path / "team")], check=False, capture_output=True, text=True)
-    assert not done.returncode, done.stdout + done.stderr
+    status, *said = ran(tmp_path / "team")
+    assert not status, said
 
 
 def test_programs_say_how_threads_wait_before_they_import_torch():
@@ -69,16 +69,11 @@ alone = threads()
 
 def run(code, before="", status=0):
     """What a process prints that runs code after BEGIN, and ends with this status."""
-    process = subprocess.run(
-        [sys.executable, "-c", before + BEGIN + code],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=100,
-    )
-    assert process.returncode == status, process.stderr
-    return process.stdout.split()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", before + BEGIN + code]
+    ended, out, err = ran(*command, env=environment, timeout=100)
+    assert ended == status, err
+    return out.split()
 
 
 @linux
