@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from unittest.mock import AsyncMock, MagicMock
 
@@ -28,7 +27,6 @@ openai = pytest.importorskip("openai")
 
 from server import __main__ as program
 from server.serving import Session
-from server.tools import Answer
 
 import llama2
 from test_llama2 import SCRIPT, cases, one_line, ran
@@ -148,6 +146,8 @@ ADJUSTMENT = """{"presence_penalty": 0.5, "frequency_penalty": 0.25,
 
 
 def test_sampling_is_that_of_the_library(server, loaded):
+    """Up to a stop text that spans tokens."""
+
     def adjust(seen, logits):
         logits[300] += 4
         logits[13] -= 100
@@ -158,8 +158,11 @@ def test_sampling_is_that_of_the_library(server, loaded):
 
     fields = json.loads(SAMPLING)
     expected = library(loaded, STORY, 80, **fields, logits_processor=adjust)
-    body = {"prompt": STORY, "max_tokens": 80, **fields, **json.loads(ADJUSTMENT)}
-    assert server.post(COMPLETIONS, body)[1]["choices"][0]["text"] == expected
+    stop = expected[-20:-9]
+    body = {"prompt": STORY, "max_tokens": 80, "stop": ["never", stop], "logprobs": 0, **fields}
+    (choice,) = server.post(COMPLETIONS, body | json.loads(ADJUSTMENT))[1]["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (expected.partition(stop)[0], "stop")
+    assert all(start < len(choice["text"]) for start in choice["logprobs"]["text_offset"])
 
 
 CHATS = """[
@@ -187,15 +190,6 @@ def test_chats(server, loaded):
     assert (choice.finish_reason, reply.usage.total_tokens) == ("length", len(ids) + 20)
 
 
-def test_stop_texts_that_span_tokens(server, loaded):
-    text = library(loaded, STORY, 40)
-    stop = text[20:31]
-    options = {"prompt": STORY, "max_tokens": 40, "stop": ["never", stop], "logprobs": 0, **GREEDY}
-    (choice,) = server.complete(**options).choices
-    assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
-    assert all(start < len(choice.text) for start in choice.logprobs.text_offset)
-
-
 def test_tokens_and_models(server, loaded):
     ids = loaded[1].encode(STORY)
     body = {"content": STORY, "add_special": True}
@@ -207,36 +201,6 @@ def test_tokens_and_models(server, loaded):
     assert other.id == model.id and other._request_id
     with pytest.raises(openai.APIStatusError, match="DELETE is not for .*; expected (GET|HEAD)"):
         server.client.models.delete("stories")
-
-
-# What SillyTavern's text completion sends (its keys for OpenAI's interface), and lm-evaluation-harness.
-RENDERED = """[{"model": "x", "stream": false, "temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0,
-"presence_penalty": 0, "stop": ["\\nUser:"], "seed": 5, "logit_bias": {}, "max_tokens": 2, "n": 1},
-{"model": "x", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": true}]"""
-PROMPTS = {
-    "TowerInstruct": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
-    "Code Llama": "\u2581<PRE> def f(n):\n    \u2581<SUF>\n    return n \u2581<MID>",
-}
-
-
-@pytest.mark.parametrize("family", PROMPTS)
-def test_prompts_that_clients_render(tmp_path, family):
-    """The texts of control tokens are these tokens, as transformers reads them, if somebody says so."""
-    transformers = pytest.importorskip("transformers")
-    from test_families import FAMILIES, write_family
-
-    write_family(tmp_path, FAMILIES[family])
-    prompt = PROMPTS[family]
-    ids = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)(prompt)["input_ids"]
-    parsing = Running("--model", tmp_path, "--parse-special", "--quiet")
-    for body in json.loads(RENDERED):
-        _, reply = parsing.post(COMPLETIONS, body | {"prompt": [prompt]})
-        assert reply["usage"]["prompt_tokens"] == len(ids)
-    _, reply = parsing.post("/tokenize", {"content": prompt, "add_special": True})
-    assert reply["tokens"] == ids
-    _, reply = parsing.post("/tokenize", {"content": prompt, "parse_special": False})
-    assert len(reply["tokens"]) > len(ids)
-    parsing.stop()
 
 
 SCORED = """{"max_tokens": 30, "seed": 3, "model": "", "temperature": 1.5, "logprobs": true,
@@ -258,25 +222,23 @@ def test_scores_of_new_tokens(server, loaded):
     assert [entry.logprob for entry in content] == pytest.approx(expected, abs=1e-4)
 
 
-FORM = """{"prompt": "A", "model": "", "temperature": 0, "extra_body": {"response_format": {
-"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["€𝄞"]}}}}}"""
+FORM = json.loads("""{"prompt": "A", "model": "", "temperature": 0, "extra_body": {"response_format": {
+"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["€𝄞"]}}}}}""")
 
 
 def test_answers_that_fit_a_schema(server):
     """Whole characters; the end has a score; cut answers say "length". See test_schema.py, too."""
     pytest.importorskip("llguidance")
-    options = json.loads(FORM)
-    chunks = server.complete(**options, stream=True)
+    chunks = server.complete(**FORM, stream=True)
     assert [chunk.choices[0].text for chunk in chunks] == ['"', "€", "𝄞", '"', ""]
-    (choice,) = server.complete(**options, logprobs=1, echo=True).choices
+    (choice,) = server.complete(**FORM, logprobs=1, echo=True).choices
     assert (choice.text, choice.finish_reason) == ('A"€𝄞"', "stop")
     logprobs = choice.logprobs.token_logprobs  # of BOS, A, nine bytes and EOS
     assert len(logprobs) == 12
     assert logprobs[2] < -1  # the model's own: it would not say "
-    (cut,) = server.complete(**options, max_tokens=2).choices
+    (cut,) = server.complete(**FORM, max_tokens=2).choices
     assert (cut.text, cut.finish_reason) == ('"\ufffd', "length")  # half a character
-    form = json.loads(FORM)["extra_body"]
-    body = {**QUESTION, **form, "max_tokens": 99, "logprobs": True}
+    body = {**QUESTION, **FORM["extra_body"], "max_tokens": 99, "logprobs": True}
     for more in (0, 1):  # the token that ends the text is asked for
         _, reply = server.post(CHAT, body | {"include_stop_token": bool(more)})
         (choice,) = reply["choices"]
@@ -504,22 +466,6 @@ def test_too_many_requests_to_prepare_are_refused(monkeypatch):
         assert caught.value.status_code == 503
 
 
-def test_a_schema_is_compiled_once(monkeypatch):
-    """Though the request is checked, and there are several answers to it."""
-    grammar = pytest.importorskip("server.grammar")
-    made = MagicMock()
-    made.return_value.get_error.return_value = ""
-    made.return_value.deep_copy.side_effect = MagicMock
-    monkeypatch.setattr(grammar, "LLMatcher", made)
-    monkeypatch.setattr(grammar, "control_ids", lambda vocabulary: [])
-    session = MagicMock(spec=Session, check=lambda: None)
-    session.compile_grammar = partial(Session.compile_grammar, session)
-    answer = Answer(schemas=[{"type": "object"}])
-    answers = [Session.grammar(session, answer, True).copy() for _ in "abc"]
-    assert made.call_count == 1
-    assert len({id(answer.matcher) for answer in answers}) == 3
-
-
 HASTY = f"""
 import sys
 sys.path.insert(0, {str(SERVER.parent)!r})
@@ -613,6 +559,7 @@ def test_no_text_makes_the_server_fail(server, path, body):
 BODIES = json.loads("""{
 "/v1/completions": {"prompt": "A", "max_tokens": 1},
 "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1},
+"/v1/responses": {"input": "A", "max_output_tokens": 16},
 "/tokenize": {"content": "A"},
 "/detokenize": {"tokens": [5]}
 }""")
@@ -668,6 +615,12 @@ null, [], "A", ["A"], [{"role": "user"}], [{"content": "A"}],
 [{"role": "user", "content": "A", "audio": "A"}], [{"role": "system", "content": "A"}],
 [{"role": "user", "content": "A"}, {"role": "user", "content": "B"}]
 ]},
+"/v1/responses": {
+"previous_response_id": [5], "conversation": ["x"], "background": [true], "include": [["x"]],
+"max_tokens": [5], "n": [2], "tool_choice": [{"type": "web_search"}], "messages": [[]],
+"input": [[{"type": "item_reference"}]], "max_output_tokens": [-1],
+"response_format": [{"type": "json_object"}]
+},
 "/tokenize": {"content": [null, 5, ["a"]], "with_pieces": [true]},
 "/detokenize": {"tokens": [null, "abc", [1.5], [[1]], [1000000]]}
 }"""
@@ -691,7 +644,7 @@ BAD_BODIES = (
 @pytest.mark.parametrize("path", BODIES)
 def test_wrong_fields(server, path):
     wrong = json.loads(WRONG)
-    fields = wrong[path] | (wrong["completions"] if path.startswith("/v1") else {})
+    fields = wrong[path] | (wrong["completions"] if path in (COMPLETIONS, CHAT) else {})
     for name, values in fields.items():
         for value in values:
             status, reply = server.post(path, BODIES[path] | {name: value})

@@ -13,6 +13,7 @@ import random
 import re
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from server.choice import Choice
 from server.serving import Session
 
 import llama2
-from test_llama2 import cases, table
+from test_llama2 import cases, json_cases, table
 
 FORMATS = json.loads(Path(__file__).with_name("tool_formats.json").read_text("utf-8"))
 UNDERSTOOD = [name for name, entry in FORMATS.items() if "format" in entry]
@@ -42,11 +43,11 @@ TEMPLATE = """{%% for m in messages %%}<|{{ m.role }}|>{{ m.content or '' }}
 THINKING = """{% for m in messages %}<|{{ m.role }}|>
 {%- if m.reasoning_content %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}<|end|>
 {%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-SCHEMA = """{"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}, "days": {}},
-"required": ["city"], "$defs": {"city": {"type": "string"}}}"""
+SCHEMA = json.loads("""{"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}, "days": {}},
+"required": ["city"], "$defs": {"city": {"type": "string"}}}""")
 ARGUMENTS = r"""{"city": "a}\"]<\n", "days": [1, {"x": null}]}"""
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": json.loads(SCHEMA)}}
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
     for name in ("wind", "winds")
 ]
 QUESTION = [{"role": "user", "content": "A"}]
@@ -142,7 +143,7 @@ def test_what_a_template_writes_fits_and_is_taken_apart(tokenizer, name):
     names, calls = calls_of(tokenizer, name, ["winds", "wind"])
     vocabulary = grammar.open_vocabulary(tokenizer, {tokenizer.eos_id})
     answer = tools.Answer(tools.Format(*FORMATS[name]["format"]), ["wind", "winds"])
-    answer.schemas = [json.loads(SCHEMA)] * 2
+    answer.schemas = [SCHEMA] * 2
     for before, thought in itertools.product(
         ("", "Well."), (None, f"I {answer.form.before} think")
     ):
@@ -359,15 +360,6 @@ def test_llama_3_writes_any_white_space_and_a_type(say):
     assert say(source, '{"name":"wind","parameters":{"town"') == refused
 
 
-def test_a_stop_token_that_begins_calls(tokenizer):
-    """GigaChat 3 and Kimi K3: a required call would be an empty answer."""
-    calls = """{% for c in m.tool_calls %}<|end|>call\n{"name": "{{ c.function.name }}", "arguments":
-        {{- c.function.arguments | tojson }}}{% endfor %}"""
-    source = TEMPLATE % (calls, "")
-    problem = template_of(tokenizer, source).format.problem
-    assert "a call begins with <|end|>, which ends an answer" in problem
-
-
 def test_a_control_token_in_a_wrong_place_is_not_shown(tokenizer):
     reader = tools.Reader(tools.Answer(reasoning=("<think>", MARKS[0])))
     reader.feed(f"a{MARKS[0]}b", ended=True)
@@ -388,13 +380,35 @@ def test_what_a_call_must_be(say):
         assert say(source, text, **body) == "the server failed: AssertionError"
     for body in ({"parallel_tool_calls": False}, {"tool_choice": "required"}):
         assert say(source, CALL, **body)[0]["finish_reason"] == "tool_calls"
-    form = {"type": "json_schema", "json_schema": {"schema": json.loads(SCHEMA)}}
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
     for text in (CALL, '{"city": "Rome"}'):  # with a form for the last answer, too
         choice, _ = say(source, text, response_format=form)
         assert bool(choice["message"]["content"]) is (text != CALL)
     form = {"type": "json_object"}  # behind reasoning
     choice, _ = say(THINKING, "<think>Hm</think>\n{}", tools=[], response_format=form)
     assert choice["message"]["content"] == "{}"
+
+
+def test_a_schema_is_compiled_once(sessions, monkeypatch):
+    """Though the request is checked, and there are several answers to it."""
+    compiled = MagicMock(wraps=grammar.LLMatcher)
+    monkeypatch.setattr(grammar, "LLMatcher", compiled)
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": [[], "once"]}}}
+    body = {"messages": QUESTION, "n": 3, "response_format": form}
+    assert len(sessions(source_of(HERMES)).post(CHAT, json=body).json()["choices"]) == 3
+    assert compiled.call_count == 1
+
+
+def test_prompts_that_clients_render(sessions, tokenizer):
+    """Texts of control tokens are these tokens, where the server or a request says so."""
+    client = sessions(BOTH, "--quiet", "--parse-special")
+    ids = tokenizer.encode("A[C]", parse_special=True)
+    reply = client.post("/v1/completions", json={"prompt": "A[C]", "max_tokens": 1})
+    assert reply.json()["usage"]["prompt_tokens"] == len(ids)
+    body = {"content": "A[C]", "add_special": True}
+    assert client.post("/tokenize", json=body).json()["tokens"] == ids
+    reply = client.post("/tokenize", json=body | {"parse_special": False})
+    assert reply.json()["tokens"] == tokenizer.encode("A[C]")
 
 
 def test_control_tokens_begin_calls(say):
@@ -479,19 +493,6 @@ def test_responses(responses, tell):
         assert response.usage.output_tokens_details.reasoning_tokens > 2
 
 
-REFUSED = """{"previous_response_id": 5, "conversation": "x", "background": true, "include": ["x"],
-"max_tokens": 5, "n": 2, "tool_choice": {"type": "web_search"}, "input": [{"type": "item_reference"}],
-"messages": [], "max_output_tokens": -1, "response_format": {"type": "json_object"}}"""
-
-
-@pytest.mark.parametrize("field", json.loads(REFUSED))
-def test_responses_refuses_by_name(sessions, field):
-    body = {"input": "A", field: json.loads(REFUSED)[field]}
-    reply = sessions(BOTH).post("/v1/responses", json=body)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
-    assert field in reply.json()["error"]["message"]
-
-
 def test_responses_go_on(responses, tell, sessions, tokenizer):
     """From the last one, by its id or by those of its items, as if all of it were sent again."""
     tell(f"<think>Hm</think>Well.\n{CALL}")
@@ -510,44 +511,39 @@ def test_responses_go_on(responses, tell, sessions, tokenizer):
     calls = called(["wind"], arguments={"city": "Rome"})
     said = {"role": "assistant", "content": "Well.", "reasoning": "Hm", "tool_calls": calls}
     messages = [{"role": "system", "content": "S"}, *QUESTION, said]
-    ids = llama2.encode_chat(tokenizer, [*messages, {"role": "tool", "content": "calm"}], BOTH)
+    messages.append({"role": "tool", "content": "calm"})
+    ids = llama2.encode_chat(tokenizer, messages, BOTH)
     assert {r.usage.input_tokens for r in (whole, by_items, by_id)} == {len(ids)}
     assert by_id.previous_response_id == first.id
     tell("Yes.")
     third = responses.create(**options, input="Sure?", previous_response_id=by_id.id)
-    items = [question, *output, result, *(item.model_dump() for item in by_id.output)]
-    tell("Yes.")
-    whole = responses.create(**options, input=[*items, {"role": "user", "content": "Sure?"}])
-    assert third.usage.input_tokens == whole.usage.input_tokens
+    messages += [{"role": "assistant", "content": "Calm."}, {"role": "user", "content": "Sure?"}]
+    assert third.usage.input_tokens == len(llama2.encode_chat(tokenizer, messages, BOTH))
     kept = responses.retrieve(first.id)
     assert (kept.output, kept.usage, kept.store) == (first.output, first.usage, True)
+    again = sessions(BOTH).get(f"{RESPONSES}/{first.id}?stream=true").json()  # is refused
+    assert again["error"]["param"] == "stream"
     assert sessions(BOTH).delete(f"{RESPONSES}/{first.id}").json()["deleted"]
-    assert by_id.id in sessions(BOTH).get(f"{RESPONSES}/{by_id.id}").text
+    assert by_id.id in sessions(BOTH).get(f"{RESPONSES}/{by_id.id}?stream=false").text
 
 
 def test_responses_that_are_not_kept(sessions, tell):
     """Unknown ids are OpenAI's errors."""
     tell("A.")
-    unknown = "Previous response with id 'resp_1' not found."
     for client, more in ((sessions(BOTH), {"store": False}), (sessions(BOTH, "--no-store"), {})):
-        reply = client.post(RESPONSES, json={"input": "A", **more}).json()
-        assert reply["store"] is False
-        body = {"input": "A", "previous_response_id": reply["id"]}
-        assert client.post(RESPONSES, json=body).status_code == 400
-        for method in (client.get, client.delete):
-            reply = method(f"{RESPONSES}/{reply['id']}")
-            assert reply.status_code == 404 and "not found" in reply.json()["error"]["message"]
-            reply = {"id": "resp_1"}
-        error = client.post(RESPONSES, json=body | {"previous_response_id": "resp_1"}).json()[
-            "error"
-        ]
-        about = error["param"], error["code"], error["message"]
-        assert about == ("previous_response_id", "previous_response_not_found", unknown)
-        item = {"type": "item_reference", "id": "msg_1"}
-        reply = client.post(RESPONSES, json={"input": [item]})
-        assert (
-            reply.status_code == 404 and "Item with id 'msg_1'" in reply.json()["error"]["message"]
-        )
+        made = client.post(RESPONSES, json={"input": "A", **more}).json()
+        assert made["store"] is False
+        for name in (made["id"], "resp_1"):
+            for method in (client.get, client.delete):
+                reply = method(f"{RESPONSES}/{name}")
+                assert reply.status_code == 404 and "not found" in reply.json()["error"]["message"]
+            reply = client.post(RESPONSES, json={"input": "A", "previous_response_id": name})
+            error = reply.json()["error"]
+            about = reply.status_code, error["param"], error["code"]
+            assert about == (400, "previous_response_id", "previous_response_not_found")
+            assert error["message"] == f"Previous response with id '{name}' not found."
+        reply = client.post(RESPONSES, json={"input": [{"type": "item_reference", "id": "msg_1"}]})
+        assert reply.status_code == 404 and "Item with id 'msg_1'" in reply.text
 
 
 def test_few_responses_are_kept(monkeypatch):
@@ -578,7 +574,7 @@ def test_items_of_other_types(sessions, tell, capsys):
 # --------------------------------------------------------------------------------------------------
 # Whole and in a stream: the same
 
-FORM = {"type": "json_schema", "name": "x", "schema": json.loads(SCHEMA)}
+FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
 WINDS = {"type": "function", "name": "winds"}
 SAYS = """
 Well <tool_box>, <think> { | {}
@@ -758,8 +754,8 @@ SYNONYMS = {
     ours: names
     for ours, *names in (re.findall("`([a-z_]+)`", row) for row in TABLE.splitlines()[2:])
 }
-EQUAL = {"max_tokens": 1, "repetition_penalty": 1.5, "penalty_last_n": -1, "stop": ["x", "y"]}
-EQUAL["schema"] = EQUAL["response_format"] = {"type": "array"}
+EQUAL = json.loads("""{"max_tokens": 1, "repetition_penalty": 1.5, "penalty_last_n": -1,
+"stop": ["x", "y"], "schema": {"type": "array"}, "response_format": {"type": "array"}}""")
 
 
 def test_names_of_other_servers(sessions, started):
@@ -790,9 +786,6 @@ def test_names_of_other_servers(sessions, started):
         error = client.post(CHAT, json=PROMPTS[CHAT] | body).json()["error"]
         assert error["param"] in {*body, "penalty_last_n"}
     assert client.post(CHAT, json=PROMPTS[CHAT] | {"n_predict": -1, "max_tokens": 1}).is_success
-    body = PROMPTS[CHAT] | {"tools": WEB, "tool_choice": "required"}
-    error = client.post(CHAT, json=body).json()["error"]["message"]
-    assert error.endswith("a function among the tools: there is none")
 
 
 METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS QUERY"
@@ -842,13 +835,6 @@ def test_methods_paths_and_content_types(sessions, path, allowed, body):
         assert len(reply.headers["x-request-id"]) == 24
 
 
-def test_a_response_is_not_streamed_again(sessions):
-    client = sessions(BOTH)
-    made = client.post(RESPONSES, json=PROMPTS[RESPONSES] | {"max_output_tokens": 1}).json()["id"]
-    error = client.get(f"{RESPONSES}/{made}?stream=true").json()["error"]
-    assert error["param"] == "stream" and client.get(f"{RESPONSES}/{made}?stream=false").is_success
-
-
 HISTORIES = """
 {"role": "assistant", "content": "B", "provider_specific_fields": {"reasoning": "t"}, "annotations": [{"type": "x"}], "reasoning_details": [{"type": "reasoning.text", "text": "t"}], "refusal": "", "id": "msg_1", "cache_control": {"type": "ephemeral"}, "thinking_blocks": [{}], "function_call": null} | {"role": "assistant", "content": "B"}
 {"role": "assistant", "content": [{"type": "text", "text": "B", "cache_control": {}, "annotations": []}]} | {"role": "assistant", "content": "B"}
@@ -885,7 +871,8 @@ def test_what_clients_add_to_a_history(sessions, message, means):
         assert means in reply["error"]["message"]
 
 
-WEB = [{"type": "web_search"}, {"type": "custom", "name": "patch", "format": {"type": "grammar"}}]
+WEB = json.loads("""[{"type": "web_search"},
+{"type": "custom", "name": "patch", "format": {"type": "grammar"}}]""")
 
 
 def test_tools_that_are_no_functions(sessions, tell, capsys):
@@ -937,15 +924,6 @@ def test_a_stream_says_that_it_is_alive(sessions, tell, monkeypatch):
         assert all(event.startswith((":", "data: ", "event: ")) for event in events if event)
         tell("Hello")
         assert "at work" not in sessions(BOTH).post(path, json=PROMPTS[path]).text
-
-
-def test_scores_are_those_of_score(sessions, tokenizer):
-    ids, client = tokenizer.encode("Once upon a time"), sessions(BOTH)
-    body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 2, "temperature": 0}
-    scores = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
-    generation = llama2.generate(client.model, ids, llama2.Sampling(0), 1)
-    expected = llama2.score(client.model, [*ids, *generation]).tolist()
-    assert scores["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
 
 
 PATH = {"type": "object", "properties": {"at": {"type": "string", "format": "path"}}}
@@ -1001,10 +979,10 @@ ASKED = """
 """
 
 
-@cases("asked, seen", ASKED)
+@json_cases("asked, seen", ASKED)
 def test_effort_reaches_the_template(sessions, tokenizer, asked, seen):
     for path, limit in ((CHAT, "max_tokens"), (RESPONSES, "max_output_tokens")):
-        body = {**PROMPTS[path], **json.loads(asked), limit: 1}
+        body = {**PROMPTS[path], **asked, limit: 1}
         usage = sessions(EFFORTS).post(path, json=body).json()["usage"]
         expected = [{"role": "user", "content": f"A{seen}"}]
         ids = llama2.encode_chat(tokenizer, expected, "{{ messages[0].content }}")
