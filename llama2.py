@@ -1694,7 +1694,7 @@ def locate(names: Iterable[str], fetch: Callable[..., Any], source: str, pattern
         " config.json and model.safetensors"
     )
     for foreign, advice in FOREIGN.items():
-        if re.search(f"(?m)^{foreign}$", "\n".join(names)):
+        if any(re.fullmatch(foreign, name) for name in names):
             problem = advice
     if models:
         listed = ", ".join(f"{source}/{name}" for name in models)
@@ -2841,11 +2841,9 @@ class Weight:
         return kept if len(self.shape) == 2 and is_smaller else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a dense tensor of `dtype`: a view of the file if it is a matrix of this
-        dtype, else a copy.
-        """
+        """The weight as a dense tensor of `dtype`: a view of the file if that has it so, else a copy."""
         rows = self.read()
-        if DENSE.get(self.ggml_type) == dtype and len(self.shape) > 1:
+        if DENSE.get(self.ggml_type) == dtype:
             return rows.view(dtype).view(self.shape)
         w = torch.empty(self.shape, dtype=dtype, device="cpu")
         row_count = max(1, CHUNK // self.shape[-1])
@@ -3050,10 +3048,14 @@ NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 GGUF_STRING, GGUF_ARRAY = 8, 9
 REMOVED_TYPES = 31, 32, 33  # Q4_0_4_4, Q4_0_4_8, Q4_0_8_8
 
+
+def table(text: str) -> dict[str, str]:
+    """A dictionary of one key and its value a line."""
+    return dict(line.split() for line in text.splitlines())
+
+
 # The name of a module -> its name in GGUF.
-GGUF_NAMES = dict(
-    line.split()
-    for line in """\
+GGUF_NAMES = table("""\
 embed_tokens              token_embd
 input_layernorm           attn_norm
 q_proj                    attn_q
@@ -3065,48 +3067,48 @@ gate_proj                 ffn_gate
 up_proj                   ffn_up
 down_proj                 ffn_down
 norm                      output_norm
-lm_head                   output""".splitlines()
-)
+lm_head                   output""")
 
 # A GGUF file is a Hugging Face folder in one file: the names of settings in config.json,
-# generation_config.json and tokenizer_config.json -> their keys in GGUF.
-GGUF_CONFIG = {
-    "hidden_size": "llama.embedding_length",
-    "intermediate_size": "llama.feed_forward_length",
-    "num_hidden_layers": "llama.block_count",
-    "num_attention_heads": "llama.attention.head_count",
-    "num_key_value_heads": "llama.attention.head_count_kv",
-    "vocab_size": "tokenizer.ggml.tokens",  # their number
-    "max_position_embeddings": "llama.context_length",
-    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
-    "rope_theta": "llama.rope.freq_base",
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
-}
+# generation_config.json and tokenizer_config.json -> their keys in GGUF. vocab_size is the number
+# of tokens there; llama2.py alone knows the key of stop_strings; "seperator" is GGUF's.
+GGUF_CONFIG = table("""\
+hidden_size              llama.embedding_length
+intermediate_size        llama.feed_forward_length
+num_hidden_layers        llama.block_count
+num_attention_heads      llama.attention.head_count
+num_key_value_heads      llama.attention.head_count_kv
+vocab_size               tokenizer.ggml.tokens
+max_position_embeddings  llama.context_length
+rms_norm_eps             llama.attention.layer_norm_rms_epsilon
+rope_theta               llama.rope.freq_base
+bos_token_id             tokenizer.ggml.bos_token_id
+eos_token_id             tokenizer.ggml.eos_token_id""")
 
-GGUF_SAMPLING = {
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-    "penalty_last_n": "general.sampling.penalty_last_n",
-    "stop_strings": "general.sampling.stop_strings",  # llama2.py alone knows this key
-}
+GGUF_SAMPLING = table("""\
+temperature         general.sampling.temp
+top_k               general.sampling.top_k
+top_p               general.sampling.top_p
+min_p               general.sampling.min_p
+repetition_penalty  general.sampling.penalty_repeat
+penalty_last_n      general.sampling.penalty_last_n
+stop_strings        general.sampling.stop_strings""")
 
-SPECIAL_TOKENS = {  # these have ids in GGUF, and texts in tokenizer_config.json and in templates
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-    "sep_token": "tokenizer.ggml.seperator_token_id",  # so spelt in GGUF
-    "cls_token": "tokenizer.ggml.cls_token_id",
-    "mask_token": "tokenizer.ggml.mask_token_id",
-}
+# In GGUF these are ids, in tokenizer_config.json and in templates texts.
+SPECIAL_TOKENS = table("""\
+bos_token   tokenizer.ggml.bos_token_id
+eos_token   tokenizer.ggml.eos_token_id
+unk_token   tokenizer.ggml.unknown_token_id
+pad_token   tokenizer.ggml.padding_token_id
+sep_token   tokenizer.ggml.seperator_token_id
+cls_token   tokenizer.ggml.cls_token_id
+mask_token  tokenizer.ggml.mask_token_id""")
 
 # The settings that a file must have. (Config's defaults for them are Llama 2 7B's.)
-REQUIRED = """hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
-max_position_embeddings rms_norm_eps"""
+REQUIRED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings", "rms_norm_eps"
+)  # fmt: skip
 
 # What else a generation_config.json has: ids, how to compute, what is returned, how to search by
 # several beams or with a second model. A warning names all that is neither here nor followed.
@@ -3138,10 +3140,10 @@ HF_ACCEPTED = {  # settings that must have one of these values; None: be absent
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 INV_FREQ = ".rotary_emb.inv_freq"  # in old files; it is computed here
 
-TEMPLATE_FILES = {  # the name of a chat template -> its file in a directory
-    "default": "chat_template.jinja",
-    "tool_use": "additional_chat_templates/tool_use.jinja",
-}
+# The name of a chat template -> its file in a directory.
+TEMPLATE_FILES = table("""\
+default   chat_template.jinja
+tool_use  additional_chat_templates/tool_use.jinja""")
 
 # ORG/NAME[@REVISION][:TYPE or /FILE.gguf]
 HUB_NAME = r"([\w.-]+/[\w.-]+(?<!\.gguf))(?:@([\w./-]+?))?(?::([\w-]+)|/([\w./-]+\.gguf))?"

@@ -139,10 +139,10 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
     "I": (2790, 11.0),
     "II": (5580, 9.0),
-    "III": (10527, 9.2),
+    "III": (10455, 9.2),
     "IV": (3145, 9.0),
 }
-ALL = 22075  # tokens of the file
+ALL = 22005  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
 KERNELS_PYTHON = (10727, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
