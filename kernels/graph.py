@@ -104,7 +104,6 @@ class Parts:
         self.trees = [vars(model)["_modules"], *(own["_modules"] for own in self.own)]
         self.trees = [*filter(None, self.trees)]
         self.weights = [own[name] for own in self.own for name in ("_parameters", "_buffers")]
-        self.weights = [*filter(None, self.weights)]  # no module gets its first one later
         self.numbers = [(own, name) for own in self.own for name in NUMBERS if name in own]
         self.state = self.read()
         self.steps: Any = WeakKeyDictionary()  # cache -> its Step

@@ -8,12 +8,5 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def main(folder: Path) -> None:
-    """Copy the tree. Raises FileExistsError."""
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "kernels"))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+IGNORED = shutil.ignore_patterns(".*", "__pycache__", "kernels")
+shutil.copytree(ROOT, sys.argv[1], ignore=IGNORED)

@@ -4,6 +4,7 @@ There is one border, load_kernels().gemv_tokens: on one side of it the bits of a
 how many there are in a pass.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,12 +13,14 @@ import pytest
 import test_kernels
 import torch
 from batch import Sequences
-from test_kernels import every_type, layer_of, wide_blocks
+from test_kernels import layer_of, wide_blocks
 
 import llama2
 from test_llama2 import needs_kernels
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("no_grad")]
+KINDS = [*itertools.product(llama2.GGML_TYPES, (False, True))]
+every_kind = pytest.mark.parametrize("ggml_type, fast", KINDS)
 TOKENS = torch.arange(60).view(1, 60)
 
 
@@ -38,9 +41,7 @@ def logits(model, parts, batch=1):
     return torch.cat(actual, 1)
 
 
-@pytest.mark.parametrize("fast", [False, True])
-@every_type
-@torch.no_grad()
+@every_kind
 def test_products_do_not_depend_on_how_many_tokens_there_are(ggml_type, fast, native):
     """On one side of the border; of any width, by one thread or several."""
     widths = {1: (512, 300, 50), 32: (512, 288)}
@@ -56,9 +57,7 @@ def test_products_do_not_depend_on_how_many_tokens_there_are(ggml_type, fast, na
                 assert torch.equal(layer(x[-tokens:]), expected[-tokens:]), (K, tokens)
 
 
-@pytest.mark.parametrize("fast", [False, True])
-@every_type
-@torch.no_grad()
+@every_kind
 def test_logits_do_not_depend_on_threads_batch_or_split(ggml_type, fast, native, monkeypatch):
     """Steps on one side of the border, then larger ones; heads of several sizes."""
     monkeypatch.delattr(llama2.Block, "forward")  # all is done by the kernels
@@ -81,9 +80,7 @@ def test_logits_do_not_depend_on_threads_batch_or_split(ggml_type, fast, native,
         assert torch.equal(actual, expected[0, : len(actual)]), (threads, batch, parts)
 
 
-@pytest.mark.parametrize("fast", [False, True])
-@every_type
-@torch.no_grad()
+@every_kind
 def test_sequences_at_positions_of_their_own_have_the_bits_of_each_alone(
     ggml_type, fast, native, monkeypatch
 ):

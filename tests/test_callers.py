@@ -78,7 +78,6 @@ SEEN = torch.ones(5, 5, dtype=torch.bool)
 CALLS = {  # which argument of a Block is other than the model would have it, and how
     "x wider": X.repeat(1, 1, 2),
     "x without tokens": X[:, :0],
-    "x of integers": X.long(),
     "x of 32-bit integers": (9 * X).int(),
     "x in float64": X.double(),
     "x in bfloat16": X.bfloat16(),
@@ -115,8 +114,6 @@ def test_inputs_of_a_layer_and_a_block(models, name):
 NORM = "layers.0.input_layernorm"
 CHANGES = {  # a change, or what becomes something else; how many of the three Blocks run as plain torch
     "another norm": (f"{NORM}.weight", nn.Parameter(torch.full((128,), 3.0)), 0),
-    "an expanded norm": (f"{NORM}.weight", nn.Parameter(torch.tensor([2.0]).expand(128)), 1),
-    "one number as norm": (f"{NORM}.weight", nn.Parameter(torch.tensor([2.0])), 1),
     "a norm in float64": (f"{NORM}.weight", nn.Parameter(torch.linspace(1, 2, 128).double()), 3),
     "eps": (f"{NORM}.eps", 10.0, 0),
     "a layer's forward": ("layers.2.self_attn.k_proj.forward", lambda x: x[..., :64], 1),
@@ -195,24 +192,6 @@ def test_layers_repeated_moved_and_removed(models, blocks, places, copied):
     assert not blocks  # none of them ran as plain torch
 
 
-def test_a_loop_of_ones_own_over_layers(models, blocks):
-    """The cache counts the layers of the kernels, too, and those that torch runs between them."""
-    plain, native = (arrange(model, [0, 1, 1, 2]) for model in models)
-    native.layers[3].self_attn.register_forward_hook(lambda module, args, y: y)
-    cache = native.new_cache()
-    expected = plain.layers[0](X, ANGLES, ANGLES, SEEN.tril(), None)
-    for block in plain.layers[1:]:
-        expected = block(expected, ANGLES, ANGLES, SEEN.tril(), None)
-    blocks.clear()
-    for t in range(5):
-        x = X[:, t, None]
-        for cache.layer, block in enumerate(native.layers):
-            x = block(x, ANGLES[t, None], ANGLES[t, None], None, cache)
-        cache.advance(TOKENS[:, t, None])
-        agree(expected[:, t, None], x)
-    assert len(blocks) == 5
-
-
 def test_hooks_are_called_on_every_path(models):
     """Each once a pass, with and without a cache; and hooks for all modules."""
     model = models[1]
@@ -273,11 +252,12 @@ def test_forward_mode_derivatives_pass_every_path(models):
             agree(results[0], tangent, 1e-4)
 
 
-def test_torch_compile_sees_plain_torch(models):
+def test_torch_compile_sees_plain_torch():
     torch.compiler.reset()
-    plain, native = models
+    plain = model_of(["Q8_0", "F16"], **CHANGE | {"num_hidden_layers": 1})
+    native = llama2.accelerate(copy.deepcopy(plain))
     compiled = torch.compile(native, backend="eager", fullgraph=True)
-    agree(plain(TOKENS, llama2.Cache(CONFIG)), compiled(TOKENS, llama2.Cache(CONFIG)))
+    agree(*(model(TOKENS, llama2.Cache(plain.config)) for model in (plain, compiled)))
 
 
 def double(module, *arguments):
@@ -288,10 +268,6 @@ def blocks_of(model):
     return model.layers[1].mlp.up_proj.blocks
 
 
-def set_norm(model, layer, data):
-    model.layers[layer].input_layernorm.weight.data = data
-
-
 MORE_CHANGES = {  # of a model, whatever was done to it before
     "a hook": lambda m: m.layers[1].self_attn.register_forward_hook(double),
     "a pre-hook": lambda m: m.layers[2].mlp.gate_proj.register_forward_pre_hook(double),
@@ -300,8 +276,6 @@ MORE_CHANGES = {  # of a model, whatever was done to it before
     "other blocks in place": lambda m: blocks_of(m).copy_(blocks_of(m).flip(0)),
     "other blocks": lambda m: setattr(blocks_of(m), "data", blocks_of(m).flip(0)),
     "fewer blocks": lambda m: setattr(blocks_of(m), "data", blocks_of(m)[:8]),
-    "each second number as norm": lambda m: set_norm(m, 0, torch.linspace(0.5, 2, 256)[::2]),
-    "half a norm": lambda m: set_norm(m, 2, torch.ones(64)),
     "share_memory": nn.Module.share_memory,
     "a copy": copy.deepcopy,
     "a pickle": lambda m: pickle.loads(pickle.dumps(m)),
@@ -388,25 +362,24 @@ def test_changes_between_steps(graph, name, captured):  # noqa: F811
     plain = model_of(r.choices(["Q8_0", "Q4_0", "Q5_1", "F16"], k=3), **CHANGE | heads)
     plain.get_submodule(FIRST).weight.data = torch.linspace(0.5, 2, 128)
     dtype = r.choice([torch.half, torch.float])
-    for names in ([name], [name, *r.sample([*BETWEEN_STEPS], 2)]):
-        models = [copy.deepcopy(plain), copy.deepcopy(plain)]
-        graph.accelerate(models[1], False) if captured else llama2.accelerate(models[1])
-        caches = [llama2.Cache(plain.config, 1, 60, dtype) for _ in models]
-        kept, hooks = [], []
-        try:
-            for change in ("a prompt", *names):
-                results = [outcome(BETWEEN_STEPS[change], *p) for p in zip(models, caches)]
-                if isinstance(results[0], llama2.Llama):
-                    models = results
-                if hasattr(results[0], "remove"):
-                    hooks += results
-                for count in (1, 1, 1, r.choice([1, 2, 9])):
-                    tokens = torch.tensor([r.choices(range(100), k=count)])
-                    results = [outcome(*call) for call in zip(models, [tokens] * 2, caches)]
-                    agree(*results, 0.01)
-                    kept.append((results[1], copy.deepcopy(results[1])))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for logits, as_they_were in kept:
-            agree(as_they_were, logits, 0)
+    models = [copy.deepcopy(plain), copy.deepcopy(plain)]
+    graph.accelerate(models[1], False) if captured else llama2.accelerate(models[1])
+    caches = [llama2.Cache(plain.config, 1, 60, dtype) for _ in models]
+    kept, hooks = [], []
+    try:
+        for change in ("a prompt", name, *r.sample([*BETWEEN_STEPS], 2)):
+            results = [outcome(BETWEEN_STEPS[change], *p) for p in zip(models, caches)]
+            if isinstance(results[0], llama2.Llama):
+                models = results
+            if hasattr(results[0], "remove"):
+                hooks += results
+            for count in (1, 1, 1, r.choice([1, 2, 9])):
+                tokens = torch.tensor([r.choices(range(100), k=count)])
+                results = [outcome(*call) for call in zip(models, [tokens] * 2, caches)]
+                agree(*results, 0.01)
+                kept.append((results[1], copy.deepcopy(results[1])))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for logits, as_they_were in kept:
+        agree(as_they_were, logits, 0)

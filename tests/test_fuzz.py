@@ -7,13 +7,10 @@ many others; `--hypothesis-seed=7` with it repeats them.
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import json
 import math
 import os
-import re
-import sys
 
 import gguf
 import numpy as np
@@ -24,20 +21,16 @@ import torch
 hypothesis = pytest.importorskip("hypothesis")
 safetensors = pytest.importorskip("safetensors.torch")
 tokenizers = pytest.importorskip("tokenizers")
-template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
-testclient = pytest.importorskip("starlette.testclient")
-pytest.importorskip("uvicorn")
 
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from save import vocabulary_keys
-from server import __main__ as server
 from test_config import FOLLOWED, LLAMA_3, assert_as_transformers
 from test_hostile import directory, limited, outcome, read  # noqa: F401 (a fixture)
 from test_llama3 import UNIGRAM, bpe_keys, published_json
+from test_tools import sessions  # noqa: F401 (a fixture)
 from test_vocabularies import llama2_json
-from training import adapters
 
 import llama2
 from test_llama2 import CONFIG, TOKENS, quantised, train, write_files, write_gguf
@@ -388,54 +381,8 @@ def test_folders_of_a_tokenizer(vocabulary, tokenizer, tmp_path):
             assert controls[1:] in ([], controls[:1])
 
 
-CHAT = """[{"role": "system", "content": " Be\\n"}, {"role": "user", "content": "hi </s>"},
-{"role": "assistant", "content": "yes"}]"""
-
-
-def test_chat_templates(tokenizer):
-    """The ids are those of transformers' text, without control tokens of messages."""
-    vocabulary = dataclasses.replace(tokenizer.vocabulary, prepend_scheme="start")
-    tokenizer = llama2.Tokenizer(vocabulary)  # which adds no spaces behind control tokens
-    parts = re.compile(r"({[{%]-?|-?[%}]}|\W)")
-    words = [changed(parts.split(template)) for template in llama2.CHAT_TEMPLATES.values()]
-    chats = changed(json.loads(CHAT)).map(json.dumps)
-
-    @fuzz(300, st.one_of(words), st.just(CHAT) | chats)
-    def check(words, chat):
-        template = "".join(map(str, words))
-        llama2.chat_stops(tokenizer, template)
-        try:
-            ids = llama2.encode_chat(tokenizer, json.loads(chat), template)
-        except ValueError:
-            return
-        text = template_utils._compile_jinja_template(template).render(
-            messages=json.loads(chat.replace("</s>", "----")),
-            add_generation_prompt=True,
-            bos_token="<s>",
-            eos_token="</s>",
-        )
-        text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-        said = tokenizer.decode(ids).replace("</s>", "----")
-        assert said.lstrip() == re.sub("</?s>", "", text).lstrip()
-
-
 # --------------------------------------------------------------------------------------------------
 # Examples
-
-
-def test_adapters(model, tmp_path):
-    folder = tmp_path / "adapter"
-    adapted = copy.deepcopy(model)
-    adapters.add_adapters(adapted, ["q_proj", "layers.1.mlp.up_proj"], 2, 4)
-    adapters.save_adapter(adapted, folder)
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    @fuzz(250, changed_files(files.items()))
-    def check(change):
-        write_files(folder, files | dict([change]))
-        adapted = copy.deepcopy(model)
-        _, said = read(lambda path: adapters.load_adapter(adapted, path), folder)
-        assert said or adapted(TOKENS).isfinite().all()
 
 
 REQUESTS = {  # what stands behind the question mark is for changed_files()
@@ -462,15 +409,9 @@ TEMPLATE = """{% for m in messages %}{{ m.role + (m.content or '') }}{% for c in
 {{- '<call>' + c.function | tojson }}{% endfor %}{% endfor %}"""
 
 
-def test_requests(cli_path, tmp_path, monkeypatch):
+def test_requests(sessions):  # noqa: F811
     """None fails, and none changes what another gets."""
-    (tmp_path / "template").write_text(TEMPLATE)
-    command = f"server --quiet --dtype float32 --context 256 --model {cli_path}"
-    command += f" --chat-template {tmp_path}/template"
-    monkeypatch.setattr(sys, "argv", command.split())
-    args = server.parse_args()
-    app = server.make_app(server.Session(args), "tiny", args)
-    client = testclient.TestClient(app, "http://localhost", raise_server_exceptions=False)
+    client = sessions(TEMPLATE)
     path, body = next(iter(REQUESTS.items()))
     first = client.post(path, content=body).json()["choices"]
 

@@ -6,9 +6,9 @@ import json
 import os
 import pickle
 import shutil
-import threading
-import time
+import timeit
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -20,7 +20,17 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import llama2
-from test_llama2 import CONFIG, TOKENS, assert_close, cases, kernels_file, needs_kernels, quantised
+from test_llama2 import (
+    CONFIG,
+    TOKENS,
+    assert_close,
+    in_steps,
+    json_cases,
+    kernels_file,
+    needs_kernels,
+    quantised,
+    table,
+)
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("no_grad")]
 
@@ -45,28 +55,17 @@ def test_steps_equal_plain_ones(graph, pair, dtype):  # noqa: F811
     dtype = getattr(torch, dtype)
     ours, theirs = (llama2.Cache(CONFIG, 1, 27, dtype) for _ in range(2))
     for length in (27, 9, 0, 17):
-        for cache in (ours, theirs):
+        results = []
+        for model, cache in ((fast, ours), (plain, theirs)):
             cache.truncate(min(length, cache.pos))
-        for part in TOKENS[:1, ours.pos : 27].split([3] + [1] * (24 - ours.pos), 1):
-            expected = plain(part, theirs, all_positions=True)
-            assert_close(fast(part, ours, all_positions=True), expected, 1e-5)
-            assert torch.equal(ours.tokens, theirs.tokens) and ours.pos == theirs.pos
+            tokens = TOKENS[:1, cache.pos : 27]
+            results.append(in_steps(model, tokens, [3] + [1] * (24 - cache.pos), cache))
+        assert_close(*results, 1e-5)
+        assert torch.equal(ours.tokens, theirs.tokens) and ours.pos == theirs.pos
         with pytest.raises(ValueError, match="the cache holds 27 tokens"):
             fast(TOKENS[:1, :1], ours)
     [step] = steps_of(graph, fast)
     assert step.uses[0] == 27 and step.replay
-
-
-def test_what_a_step_returns_is_the_callers_own(pair):
-    plain, fast = pair
-    ours, theirs = llama2.Cache(CONFIG), llama2.Cache(CONFIG)
-    first = fast(TOKENS[:1, :1], ours)
-    kept = first.clone()
-    second = fast(TOKENS[:1, 1:2], ours)
-    assert torch.equal(first, kept)
-    second.fill_(7)
-    plain(TOKENS[:1, :2], theirs)
-    assert_close(fast(TOKENS[:1, 2:3], ours), plain(TOKENS[:1, 2:3], theirs), 1e-5)
 
 
 def test_other_passes_are_plain(graph, pair):  # noqa: F811
@@ -96,9 +95,8 @@ def test_steps_within_a_sliding_window(graph, pair):  # noqa: F811
     """They are captured; the token that would go beyond the window is refused, as without a graph."""
     plain, fast = pair
     fast.config = llama2.replace(CONFIG, sliding_window=9)
-    ours, theirs = llama2.Cache(CONFIG), llama2.Cache(CONFIG)
-    for part in TOKENS[:1, :9].split(1, 1):
-        assert_close(fast(part, ours), plain(part, theirs), 1e-5)
+    ours, tokens = llama2.Cache(CONFIG), TOKENS[:1, :9]
+    assert_close(in_steps(fast, tokens, 1, ours), plain(tokens), 1e-5)
     assert [step.replay is not None for step in steps_of(graph, fast)] == [True]
     with pytest.raises(ValueError, match="sliding window has, 9"):
         fast(TOKENS[:1, :1], ours)
@@ -127,8 +125,7 @@ def test_copies_hold_no_graph(graph, pair):  # noqa: F811
     plain, fast = pair
     cache = llama2.Cache(CONFIG)
     size = len(pickle.dumps(fast))
-    for tokens in TOKENS[:1, :3].split(1, 1):
-        fast(tokens, cache)
+    in_steps(fast, TOKENS[:1, :3], 1, cache)
     assert len(pickle.dumps(fast)) == size
     copies = [copy.deepcopy((fast, cache)), pickle.loads(pickle.dumps((fast, cache)))]
     copies += [(fast, copy.deepcopy(cache)), (fast, cache)]
@@ -144,29 +141,20 @@ def test_copies_hold_no_graph(graph, pair):  # noqa: F811
     assert dead() is None and gone() is None
 
 
-def test_threads_with_a_cache_each(graph, pair):  # noqa: F811
+def test_threads_with_a_cache_each(pair):
     plain, fast = pair
-    expected = [plain(row[None])[0] for row in TOKENS]
-    problems = []
 
-    def work(row, logits):
-        with torch.no_grad():
-            cache = llama2.Cache(CONFIG)
-            for i, token in enumerate(row):
-                if (fast(token.view(1, 1), cache)[0] - logits[i]).abs().max() > 1e-4:
-                    problems.append(i)
+    @torch.no_grad()
+    def run(row):
+        return in_steps(fast, row[None], 1)[0]
 
-    threads = [threading.Thread(target=work, args=case) for case in zip(TOKENS, expected)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems
+    with ThreadPoolExecutor(3) as pool:
+        assert_close(torch.stack([*pool.map(run, TOKENS)]), plain(TOKENS))
 
 
 def test_what_cannot_be_captured_runs_by_torch_with_one_line(graph, pair, monkeypatch):  # noqa: F811
     plain, fast = pair
-    expected = plain(TOKENS[:1, :3])[:, -1]
+    expected = plain(TOKENS[:1, :3])
 
     class Own(nn.Linear):
         pass
@@ -179,9 +167,8 @@ def test_what_cannot_be_captured_runs_by_torch_with_one_line(graph, pair, monkey
             fast.layers[1].mlp.up_proj.__class__ = Own
         else:
             monkeypatch.setattr(graph, "capture", no_capture)
-        cache = llama2.Cache(CONFIG)
         with pytest.warns(UserWarning, match=problem) as warned:
-            logits = [fast(tokens, cache) for tokens in TOKENS[:1, :3].split(1, 1)][-1]
+            logits = in_steps(fast, TOKENS[:1, :3], 1)
         assert len(warned) == 1 and "\n" not in str(warned[0].message)
         assert_close(logits, expected, 1e-5)
 
@@ -190,13 +177,13 @@ def test_comparing_is_quick(graph):  # noqa: F811
     """A model with Llama 2 7B's number of modules: 0.1 ms; the limit is for busy machines."""
     model = llama2.Llama(llama2.Config(64, 64, 32, 4, 4, vocab_size=32))
     parts = graph.Parts(model)
-    seconds = []
-    for _ in range(50):
-        start = time.perf_counter()
-        assert parts.read() == parts.state and not graph.hooked(parts.own)
-        seconds.append(time.perf_counter() - start)
-    print(f"{min(seconds) * 1e6:.0f} us")
-    assert min(seconds) < 1e-3
+    assert parts.read() == parts.state
+
+    def compare():
+        return parts.read() == parts.state and graph.hooked(parts.own)
+
+    assert not compare()
+    assert min(timeit.repeat(compare, number=1, repeat=50)) < 1e-3
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,10 +224,10 @@ LOADED = """
 """
 
 
-@cases("case", LOADED)
+@json_cases("case", LOADED)
 def test_how_models_are_loaded_on_cuda(monkeypatch, tmp_path, case):
     """Options, type, what is large; whether kernels/ compiles, and whether matrices are unpacked."""
-    options, ggml_type, large, expected = json.loads(case)
+    options, ggml_type, large, expected = case
     monkeypatch.setattr(llama2, "LARGE", large)
     monkeypatch.setattr(llama2.open_kernels(), "can_accelerate", lambda device: True)
     monkeypatch.setattr(llama2, "free_memory", lambda device: 1e12)
@@ -278,12 +265,13 @@ class Products:
         y.copy_(torch.cat(parts))
 
 
-MODELS = [  # sizes that are equal in one model differ in another
-    (["Q8_0"], {"num_key_value_heads": 4}),
-    (["Q4_K", "Q6_K", "Q5_1"], {"num_attention_heads": 8, "head_dim": 64}),
-    (["F16", "Q4_0"], {"num_attention_heads": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}),
-    (None, {"num_hidden_layers": 3}),
-]
+# Sizes that are equal in one model differ in another.
+MODELS = """
+Q8_0 | {"num_key_value_heads": 4}
+Q4_K Q6_K Q5_1 | {"num_attention_heads": 8, "head_dim": 64}
+F16 Q4_0 | {"num_attention_heads": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+F16 | {"num_hidden_layers": 3}
+"""
 
 
 @pytest.mark.skipif(
@@ -301,17 +289,18 @@ def test_one_compilation_serves_all(graph, monkeypatch):  # noqa: F811
     monkeypatch.setattr(graph, "capture", rerun)
     torch.compiler.reset()
     counters.clear()
-    for i, (types, change) in enumerate(MODELS):
-        plain = model_of(types or ["F16"], **change)
-        if types is None:
+    for i, (types, change) in enumerate(table(MODELS)):
+        plain = model_of(types.split(), **json.loads(change))
+        if types == "F16":  # dense
             plain = llama2.Llama(plain.config).requires_grad_(False)
         fast = copy.deepcopy(plain)
         graph.accelerate(fast, True)
         assert counters["stats"]["unique_graphs"] == 1
         for size in (21, 16, 9 + i):
             ours, theirs = (llama2.Cache(plain.config, 1, size) for _ in range(2))
-            for part in (TOKENS[:1, : size - 1] % 64).split([3] + [1] * (size - 4), 1):
-                assert_close(fast(part, ours), plain(part, theirs), 1e-5)
+            tokens, steps = TOKENS[:1, : size - 1] % 64, [3] + [1] * (size - 4)
+            expected = in_steps(plain, tokens, steps, theirs)
+            assert_close(in_steps(fast, tokens, steps, ours), expected, 1e-5)
         assert all(step.replay for step in steps_of(graph, fast))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"] and not counters["recompiles"]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -18,7 +17,7 @@ from training import adapters
 from training.dialogues import Sample
 
 import llama2
-from test_llama2 import TALE, make_hf, raises
+from test_llama2 import TALE, make_hf, raises, ran
 
 IDS = torch.tensor([[1, *range(300, 340)]])
 pytestmark = pytest.mark.usefixtures("bundled")
@@ -74,9 +73,8 @@ def test_command_line(tmp_path):
     losses = []
     for options in ("--targets q_proj k_proj down_proj --rank 3", "--out tuned.gguf --type F32"):
         options += " --adapter ours --data tales --steps 2 --rate 0.002"
-        command = [sys.executable, lora.__file__, *options.split()]
-        run = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
-        losses += [float(line.split()[-1]) for line in run.stderr.split("\n") if "loss" in line]
+        *_, said = ran(sys.executable, lora.__file__, *options.split(), cwd=tmp_path)
+        losses += [float(line.split()[-1]) for line in said.split("\n") if "loss" in line]
     assert losses[-1] < losses[0] and losses[3] == pytest.approx(losses[2], abs=2e-3)
     model, _ = llama2.load(llama2.DEFAULT_MODEL)
     adapters.load_adapter(model, tmp_path / "ours")
@@ -196,8 +194,7 @@ def test_an_interrupt_keeps_what_was_learned(tmp_path, run, monkeypatch):
     adapters.load_adapter(model, tmp_path / "ours")
 
 
-@torch.no_grad()
-def test_a_full_disk_is_an_error_of_the_system(model_path, tmp_path):
+def test_a_full_disk_is_an_error_of_the_system(model_path, tmp_path, no_grad):
     """Not of safetensors; the adapter of before stays."""
     model, _ = llama2.load(model_path)
     adapters.add_adapters(model, ["q_proj"], 8, 1.0)

@@ -16,15 +16,7 @@ import ranks
 from torch import distributed
 
 import llama2
-from test_llama2 import (
-    CONFIG,
-    FORMS,
-    PROMPT,
-    TOKENS,
-    assert_close,
-    quantised,
-    raises,
-)
+from test_llama2 import CONFIG, FORMS, PROMPT, TOKENS, assert_close, quantised, raises, ran
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="never tried there")
 RANKS = 2
@@ -35,17 +27,10 @@ def torchrun(script, *args, text=""):
     """Run RANKS processes of a script; what they write, to stdout and to stderr."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={RANKS}", script, *args]
-    process = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout, process.stderr
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    status, *written = ran(*command, env=environment, input=text, timeout=300)
+    assert status == 0, written
+    return written
 
 
 def run_rank(root):
