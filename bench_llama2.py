@@ -417,7 +417,8 @@ def attention_steps(model, context):
     layers = [both.clone() for both in torch.stack((cache.k, cache.v), dim=1)]
 
     def unified(layer):
-        return cache.update(layer, *pair)
+        cache.layer = layer
+        return cache.update(*pair)
 
     def per_layer(layer):
         layers[layer][..., -1:, :] = pair

@@ -294,12 +294,10 @@ class Cache:
                 raise ValueError(
                     f"the cache is {tuple(t.shape)} on {t.device}; it must be {shape} on {tokens.device}"
                 )
-        if not 0 <= self.pos <= self.max_seq_len:
-            raise ValueError(f"the cache's position is {self.pos} of {self.max_seq_len}")
 
     def slots(self, T: int) -> slice:
         """Where the next T tokens will be stored. Raises ValueError when they do not fit."""
-        if self.pos + T > self.max_seq_len:
+        if not 0 <= self.pos <= self.max_seq_len - T:
             raise ValueError(
                 f"the cache holds {self.max_seq_len} tokens: {self.pos} are stored, {T} do not fit"
             )
@@ -328,14 +326,17 @@ class Cache:
             self.last_mask = causal_mask(T, S, self.k.device)
         return self.last_mask
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B, G, T, D) of one layer; return all keys and values (B, G, S, D)."""
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v (B, G, T, D) of the layer that runs; return all that it stores, each
+        (B, G, S, D).
+        """
         where = self.slots(k.shape[2])
-        self.k[layer, :, :, where] = k
-        self.v[layer, :, :, where] = v
-        keys, values = self.k[layer, :, :, : where.stop], self.v[layer, :, :, : where.stop]
+        keys, values = self.k[self.layer], self.v[self.layer]  # (B, G, max_seq_len, D)
+        keys[:, :, where] = k
+        values[:, :, where] = v
+        S = where.stop
         # Views if the dtypes are the same. Else each call converts all that the cache stores.
-        return keys.type_as(k), values.type_as(v)
+        return keys[:, :, :S].type_as(k), values[:, :, :S].type_as(v)
 
     def advance(self, tokens: Tensor) -> None:
         """Count tokens (B, T) as stored. Called once per forward pass, after the last layer."""
@@ -416,7 +417,7 @@ class CausalSelfAttention(nn.Module):
         k = apply_rotary_emb(k, cos, sin).transpose(1, 2)  # (B, G, T, D)
         v = v.transpose(1, 2)  # (B, G, T, D)
         if cache is not None:
-            k, v = cache.update(cache.layer, k, v)  # (B, G, S, D)
+            k, v = cache.update(k, v)  # (B, G, S, D)
 
         # Query head h attends to key/value head h // (H/G): with H = 4 and G = 2, query heads 0 and
         # 1 use key head 0, query heads 2 and 3 use key head 1. Instead of repeating the keys and
@@ -489,12 +490,12 @@ class Llama(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
+        C, V = config.hidden_size, config.vocab_size
         # load() sets these four for its callers. The layers use none of them.
         self.cache_dtype: torch.dtype | None = None  # for new_cache(); None: that of the norms
-        self.vocab_size = config.vocab_size  # ids from here on only pad the matrices
+        self.vocab_size = V  # ids from here on only pad the matrices
         self.name_or_path = "the model"  # where it came from, for messages
         self.sampling: Any = None  # the Sampling that its publisher recommends; None: nothing
-        C, V = config.hidden_size, config.vocab_size
         # nn.Embedding would draw from N(0, 1): as tied output weights that is too large by sqrt(C).
         weight = torch.empty(V, C).uniform_(-(C**-0.5), C**-0.5)  # (V, C)
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=False)
@@ -507,9 +508,8 @@ class Llama(nn.Module):
     def new_cache(self, max_seq_len: int | None = None, batch_size: int = 1) -> Cache:
         """A Cache whose dtype, device and number of layers suit this model."""
         config = replace(self.config, num_hidden_layers=len(self.layers))
-        weight = self.norm.weight
-        dtype = self.cache_dtype or weight.dtype
-        return Cache(config, batch_size, max_seq_len, dtype, weight.device)
+        like = self.norm.weight
+        return Cache(config, batch_size, max_seq_len, self.cache_dtype or like.dtype, like.device)
 
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, all_positions: bool = False

@@ -666,7 +666,7 @@ def test_cache_errors_name_both_numbers(model):
     cache.reset()
     assert cache.pos == 0
     cache.pos = -1
-    raises("position is -1", model, TOKENS[:1, :1], cache)
+    raises("-1 are stored", model, TOKENS[:1, :1], cache)
 
 
 def test_cache_for_another_batch_is_refused(model):

@@ -72,12 +72,13 @@ class Sequences:
         mask = torch.arange(self.pos + T) <= new[:, None, :, None]
         return mask.to(self.sequences[0].k.device)
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Store k and v (B, G, T, D) of one layer; return all (B, G, S, D), zeros behind the shorter."""
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Store k and v (B, G, T, D) of the layer; return all (B, G, S, D), zeros behind the shorter."""
         B, G, T, D = k.shape
         both = k.new_zeros(2, B, G, self.pos + T, D)
         for i, cache in enumerate(self.sequences):
-            both[:, i, :, : cache.pos + T] = torch.cat(cache.update(layer, k[i, None], v[i, None]))
+            cache.layer = self.layer
+            both[:, i, :, : cache.pos + T] = torch.cat(cache.update(k[i, None], v[i, None]))
         return both.unbind()
 
     def advance(self, tokens: Tensor) -> None:

@@ -83,10 +83,10 @@ class StepCache:
         """Which slots the token sees: bool (1, S)."""
         return (self.slots <= self.position)[None]
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (1, G, 1, D) of one layer; return the keys and values of all S slots."""
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v (1, G, 1, D) of the layer that runs; return those of all S slots."""
         S = len(self.slots)
-        keys, values = self.k[layer, :, :, :S], self.v[layer, :, :, :S]  # (1, G, S, D)
+        keys, values = self.k[self.layer, :, :, :S], self.v[self.layer, :, :, :S]  # (1, G, S, D)
         keys.index_copy_(2, self.position, k.type_as(keys))
         values.index_copy_(2, self.position, v.type_as(values))
         return keys.type_as(k), values.type_as(v)

@@ -66,8 +66,8 @@ def blocks(monkeypatch):
 class Halved(llama2.Cache):
     """Keys are halved."""
 
-    def update(self, layer, k, v):
-        return super().update(layer, k / 2, v)
+    def update(self, k, v):
+        return super().update(k / 2, v)
 
 
 MIXED = llama2.Cache(CONFIG, dtype=torch.float16)
