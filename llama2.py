@@ -585,8 +585,9 @@ __all__ += [
 # --------------------------------------------------------------------------------------------------
 # 9. Sampling
 
-# The lowest and the highest value of each option, in the order in which part IV reports them.
+# The lowest and the highest value of each number, in the order in which part IV reports them.
 SAMPLING_LIMITS = {
+    "penalty_last_n": (-1, 2**31),
     "repetition_penalty": (0.01, 100.0),
     "temperature": (-1e6, 1e6),
     "top_k": (-1, 2**31),
@@ -630,8 +631,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         list_of_texts("stop_strings", self.stop_strings)
-        limits = SAMPLING_LIMITS | {"penalty_last_n": (-1, 2**31)}
-        for name, (low, high) in limits.items():
+        for name, (low, high) in SAMPLING_LIMITS.items():
             value = getattr(self, name)
             if name == "seed" and value is None:
                 continue
@@ -701,6 +701,8 @@ def draw(p: Any, sampling: Sampling, u: float) -> int:
     p is a numpy array, because numpy sorts many times faster than torch. `u` is a random number
     from 0 to 1: the id is the first whose cumulative probability exceeds u times the total.
     """
+    import numpy
+
     # 1. Drop what min_p drops, and what top_p is certain to drop, because sorting all of V is slow.
     #    (The order does not matter: nothing is normalised in between.) V probabilities below
     #    (1 - top_p) / 2 / V sum to less than (1 - top_p) / 2. So the rest reaches top_p without
@@ -711,9 +713,7 @@ def draw(p: Any, sampling: Sampling, u: float) -> int:
 
     # 2. Keep the fewest likeliest ids that reach top_p, and all that are as likely as their last.
     if sampling.top_p < 1:
-        descending = p.copy()
-        descending.sort()
-        descending = descending[::-1]
+        descending = numpy.sort(p)[::-1]
         sums = descending.astype(float).cumsum()  # of the likeliest, the two likeliest, ...
         # If no sum reaches top_p, by rounding or after min_p, the last id is the limit: keep all.
         last = min(sums.searchsorted(sampling.top_p), len(p) - 1)
@@ -936,9 +936,11 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # piece type
 
 # Byte-level BPE, as in GPT-2, writes a byte as one character: a printable byte as the character of
 # that number, any other byte as the next character from U+0100 on.
-UNPRINTABLE = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
-BYTES = {chr(byte): byte for byte in range(256) if byte not in UNPRINTABLE}
-BYTES |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
+SPARE = map(chr, range(256, 512))
+BYTES = {
+    chr(byte) if byte != 32 and chr(byte).isprintable() else next(SPARE): byte
+    for byte in range(256)
+}
 
 
 @dataclass(eq=False)
@@ -979,7 +981,7 @@ class Tokenizer(Vocabulary):
     Special tokens are of two types: control tokens, which ordinary text never becomes, and
     user-defined ones, which their own text does. In a text to encode, a mark stands for a control
     token: its text between two copies of a secret, a random number that no text can guess. "</s>"
-    alone is just four characters. Only this class and the end of encode_chat() write marks; no
+    alone is just four characters. Only this class and the end of write_chat() write marks; no
     template and no error shows them.
     """
 
@@ -1008,7 +1010,9 @@ class Tokenizer(Vocabulary):
             # A second engine that adds no space at the start. Fields appended to a protobuf message
             # override earlier ones; this is normalizer_spec { add_dummy_prefix: false }.
             self.engine_no_prefix = open_sentencepiece(model + b"\x1a\x02\x18\x00")
-            self.marked_pattern = any_of(self.marks.get(text, text) for text in self.special_ids)
+            # In a text with marks, what stands for a special token -> its id.
+            self.marked_ids = {self.marks.get(s, s): i for s, i in self.special_ids.items()}
+            self.marked_pattern = any_of(self.marked_ids)
         else:
             self.engine = open_tokenizers(model, self.special_ids, self.marks)
         self.byte_level = not self.is_sentencepiece and "ByteLevel" in json.dumps(model["decoder"])
@@ -1049,20 +1053,20 @@ class Tokenizer(Vocabulary):
         if not self.is_sentencepiece:
             return call_tokenizers(self.engine.encode, text, add_special_tokens=False).ids
         scheme = self.prepend_scheme
-        first = first and scheme != "never"
+        add_space = first and scheme != "never"  # in front of the next segment of text
         ids: list[int] = []
-        for n, segment in enumerate(self.marked_pattern.split(text)):
-            if n % 2:  # every other segment is a special token
-                ids.append(self.special_ids[segment.replace(self.secret, "")])
-                first = scheme in ("prepend", "always")
-            elif segment:
-                if scheme in ("first", "always") and segment[0] in " \u2581":
-                    first = False
-                for i in (self.engine if first else self.engine_no_prefix).encode(segment):
-                    # If only tokenizer_config.json calls a token a control token, the engine finds
-                    # it in texts. (The unknown token stays: it stands for an unknown character.)
-                    is_control = self.types[i] == CONTROL and i != self.engine.unk_id()
-                    ids += self.spell_out(i) if is_control else [i]
+        for segment in filter(None, self.marked_pattern.split(text)):
+            if segment in self.marked_ids:
+                ids.append(self.marked_ids[segment])
+                add_space = scheme in ("prepend", "always")
+                continue
+            has_space = scheme in ("first", "always") and segment[0] in " \u2581"
+            engine = self.engine if add_space and not has_space else self.engine_no_prefix
+            for i in engine.encode(segment):
+                # If only tokenizer_config.json calls a token a control token, the engine finds it
+                # in texts. (The unknown token stays: it stands for an unknown character.)
+                is_control = self.types[i] == CONTROL and i != self.engine.unk_id()
+                ids += self.spell_out(i) if is_control else [i]
         return ids
 
     def spell_out(self, control_id: int) -> Iterator[int]:
@@ -1143,9 +1147,14 @@ def open_tokenizers(
         model["merges"] = [
             merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
         ]
-    # A trainer may have left settings here that would truncate or pad every text.
-    off = {"truncation": None, "padding": None}
-    text = json.dumps({**content, **off, "model": model, "added_tokens": added}, ensure_ascii=False)
+    changed = {
+        "added_tokens": added,
+        "model": model,
+        # A trainer may have left settings here that would truncate or pad every text.
+        "truncation": None,
+        "padding": None,
+    }
+    text = json.dumps({**content, **changed}, ensure_ascii=False)
     return call_tokenizers(tokenizers.Tokenizer.from_str, text)
 
 
@@ -1194,11 +1203,10 @@ class StreamDecoder:
         """The text that this token completes; "" while a character is incomplete."""
         data = self.tokenizer.token_bytes(token_id)
         piece_type = self.tokenizer.types[token_id]
-        text = ""
         # In SentencePiece's vocabularies only BYTE pieces can be part of a character, and any other
         # piece ends what they began. Only the first piece that is no control token loses a space.
-        if piece_type != BYTE and not self.tokenizer.byte_level:
-            text = self.utf8.decode(b"", final=True)
+        is_whole = piece_type != BYTE and not self.tokenizer.byte_level
+        text = self.utf8.decode(b"", final=is_whole)
         if self.strip and piece_type not in (BYTE, UNKNOWN):
             data = data.removeprefix(b" ")
         if piece_type != CONTROL:
@@ -1272,11 +1280,16 @@ def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
-def map_texts(values: Any, change: Callable[[str], str]) -> Any:
-    """A copy of texts, numbers, None, lists and mappings, with each text changed, keys included."""
-    content = json.dumps(values, default=lambda x: {**x} if isinstance(x, Mapping) else [*x])
+def map_texts(variables: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A copy of variables (texts, numbers, None, lists and mappings of these) in which each text is
+    changed, keys of mappings included.
+    """
+    content = json.dumps(
+        [*variables.values()], default=lambda x: {**x} if isinstance(x, Mapping) else [*x]
+    )
     literal = r'"[^"\\]*(?:\\.[^"\\]*)*"'
-    return json.loads(re.sub(literal, lambda m: json.dumps(change(json.loads(m[0]))), content))
+    changed = re.sub(literal, lambda m: json.dumps(change(json.loads(m[0]))), content)
+    return dict(zip(variables, json.loads(changed)))
 
 
 def check_messages(variables: Mapping[str, Any]) -> set[str]:
@@ -1298,12 +1311,13 @@ def check_messages(variables: Mapping[str, Any]) -> set[str]:
 
 
 def write_chat(
-    tokenizer: Tokenizer, template: str, variables: dict[str, Any], names: Collection[str]
-) -> list[str]:
-    """The text that a template makes of the variables, in parts: every other part is one hidden
-    character, which must never be part of a control token, whatever the template writes around it.
+    tokenizer: Tokenizer, template: str, variables: Mapping[str, Any], names: Collection[str]
+) -> str:
+    """The text that a template makes of the variables, with marks for its own control tokens.
 
-    A fence, a random text, stands on both sides of a hidden character. If "<s>" is a control token:
+    The template gets texts in which some characters are hidden. Such a character never becomes part
+    of a control token, whatever the template writes around it. On both sides it has a fence, a
+    random text. If "<s>" is a control token:
 
         in        the template may write     hidden                          here, with ~
         "a <s>"   {{ text }}                 the first character of "<s>"    "a ~<~s>"
@@ -1327,16 +1341,17 @@ def write_chat(
         bare = text.strip()  # as a template may do
         text = first.sub(lambda match: f"{fence}{match[0]}{fence}", text)
         within = rf"[\0{re.escape(brackets)}]{re.escape(bare)}[^\w\0]"
-        if bare not in names and (
-            tokenizer.borders_control(bare)
-            or bare in tokenizer.control_texts  # a quick test, which rules out most
+        could_join = tokenizer.borders_control(bare) or (
+            bare in tokenizer.control_texts  # this alone rules out most, and is quick
             and re.search(within, tokenizer.control_texts)
-        ):
-            # "~": a fence stands there already.
+        )
+        if could_join and bare not in names:  # "~": a fence stands there already
             text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{fence}\2\3{fence}\4", text)
         return text
 
-    variables = {name: map_texts(value, hide) for name, value in variables.items()}
+    # 1. The template writes a copy. If it strips the final message that is to be continued, the
+    #    space behind its end is gone.
+    variables = map_texts(variables, hide)
     final = variables["messages"][-1]
     is_continued = not variables["add_generation_prompt"]
     if is_continued:
@@ -1349,10 +1364,14 @@ def write_chat(
         text, separator, rest = text.rpartition(end)
         if not separator:
             raise ValueError("the chat template leaves out the final message")
-        if not rest.startswith(" "):  # the template stripped this space
+        if not rest.startswith(" "):
             text = text.rstrip()
-    # A template may write JSON, where one character may take 12: "\\ud83d\\ude00".
-    return re.split(f"(?s){fence}(.{{1,12}}?){fence}", text)
+
+    # 2. Every other part is a hidden character. (A template may write JSON, where one character may
+    #    take 12: "\\ud83d\\ude00".) The control tokens in the other parts are the template's own.
+    parts = re.split(f"(?s){fence}(.{{1,12}}?){fence}", text)
+    parts[::2] = map(tokenizer.mark, parts[::2])
+    return "".join(parts)
 
 
 def encode_chat(
@@ -1376,29 +1395,26 @@ def encode_chat(
         names = check_messages(variables)
     except (AttributeError, TypeError) as error:
         raise ValueError(str(error)) from None
-    parts = write_chat(tokenizer, template, variables, names)
+    text = write_chat(tokenizer, template, variables, names)
 
     # Roles and names are not hidden, because a template may compare them. But if it writes
     # '<|' + role + '|>', the role "im_end" makes ChatML's control token. So write the chat again
     # with other letters in such a name: the same control tokens must come out.
+    marks = f"(?s){tokenizer.secret}.*?{tokenizer.secret}"
     for name in names:
-        others = parts
-        if name.lower() in tokenizer.control_texts.lower() or tokenizer.borders_control(name):
+        is_safe = bool(re.fullmatch("[A-Za-z0-9_.-]+", name))
+        looks_like_one = name.lower() in tokenizer.control_texts.lower()
+        if is_safe and (looks_like_one or tokenizer.borders_control(name)):
             new = {name: re.sub("[A-Za-z0-9]", "\u00f8", name)}
             renamed = map_texts(variables, lambda text: new.get(text.strip(), text))  # noqa: B023
-            others = write_chat(tokenizer, template, renamed, names)
-        made, expected = (
-            tokenizer.control_pattern.findall("\0".join(p[::2])) for p in (parts, others)
-        )
-        if made != expected or not re.fullmatch("[A-Za-z0-9_.-]+", name):
+            other = write_chat(tokenizer, template, renamed, names)
+            is_safe = re.findall(marks, other) == re.findall(marks, text)
+        if not is_safe:
             raise ValueError(
                 f"the role or name {name!r:.60}; expected letters, digits, '_', '-' and '.', and nothing"
                 " of which the chat template makes a control token"
             )
-
-    # The texts of control tokens that are still there are the template's own: they become marks.
-    parts[::2] = map(tokenizer.mark, parts[::2])
-    return tokenizer.encode_marked("".join(parts))
+    return tokenizer.encode_marked(text)
 
 
 class ChatStops(NamedTuple):
@@ -1414,19 +1430,15 @@ def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
     """
     template = find_template(tokenizer, template)
 
-    def backwards(answer: str) -> str:
-        question = {"role": "user", "content": "hi"}
-        messages = [question, {"role": "assistant", "content": answer}]
-        # Without `tools`, a template for tools would fail.
-        return render(tokenizer, template, messages=messages, tools=[])[::-1]
-
     # These answers have no letter in common: read backwards, the two texts first differ where the
     # answer ends, even if the template changes it, as by `| upper`.
-    ending = ""
+    texts = []
     with suppress(ValueError):  # the template refuses these roles
-        one, other = backwards("apple"), backwards("quits")
-        if one != other:
-            ending = commonprefix([one, other])[::-1].strip()
+        for answer in "apple", "quits":
+            messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
+            # Without `tools`, a template for tools would fail.
+            texts.append(render(tokenizer, template, messages=messages, tools=[])[::-1])
+    ending = commonprefix(texts)[::-1].strip() if len({*texts}) == 2 else ""
     special = any_of(tokenizer.special_ids).search(ending)
     if special:
         return ChatStops([tokenizer.special_ids[special[0]]], [])
@@ -1458,11 +1470,10 @@ def chat(
     """
     template = find_template(tokenizer, template)
     ids = encode_chat(tokenizer, messages, template, continue_final_message)
-    stops = chat_stops(tokenizer, template)
-    ends = stop_ids(model, tokenizer).union(stops.ids)
+    ends = stop_ids(model, tokenizer, template)
     options = {"stop_ids": ends, "strip": not continue_final_message, **options}
     stream = stream_text(model, tokenizer, ids, stop, **options)
-    stream.stops += stops.texts
+    stream.stops += chat_stops(tokenizer, template).texts
     return stream
 
 
@@ -3514,7 +3525,7 @@ def read_prompt(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Any, 
 def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
     """The text of --chat-template, else the tokenizer's own template. Raises ValueError."""
     template = args.chat_template
-    if template is not None and "{" not in template and Path(template).is_file():
+    if template and os.path.isfile(template):
         template = read_file(Path(template)).decode("utf-8-sig", "replace")
     template = find_template(tokenizer, template)
     encode_chat(tokenizer, [{"role": "user", "content": "hi"}], template)  # raises if it is wrong
@@ -3612,7 +3623,7 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, thread
 def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> str:
     """The settings in force, and whether an option gave or the model's files stated them."""
     settings = []
-    for name in "penalty_last_n", *SAMPLING_LIMITS:
+    for name in SAMPLING_LIMITS:
         value = getattr(sampling, name)
         source = "option" if name in given else "model" if name in stated else "default"
         if source != "default" or name in ("temperature", "top_p"):
@@ -3737,7 +3748,7 @@ def converse(
     return generations
 
 
-def run(args: argparse.Namespace, load: Callable[..., tuple[Llama, Tokenizer]]) -> int:
+def run(args: argparse.Namespace, load: Callable) -> int:
     """Do what the options ask for; returns the exit status. `load` is that of main()."""
     start = time.perf_counter()
     threads = use_threads(args.threads)

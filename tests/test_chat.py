@@ -527,9 +527,9 @@ def test_names_of_which_a_template_could_make_a_control_token(bare, name):
         assert llama2.encode_chat(bare, [{"role": role, "content": "x"}], "zephyr")
 
 
-LLAMA_3_NAMES = "python id text end begin right pad header tune"
+LLAMA_3_NAMES = "python id text end begin right pad header tune tools messages"
 LLAMA_3 = """begin_of_text end_of_text start_header_id end_header_id eot_id eom_id python_tag
-finetune_right_pad_id reserved_special_token_0 end"""
+finetune_right_pad_id reserved_special_token_0 end tools messages"""
 HEADERS = """{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' }}
 {{- m.name }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}
 {{- '<|eot_id|>' }}{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"""

@@ -137,14 +137,14 @@ def test_each_copy_has_kernels_of_its_own(tmp_path, monkeypatch, native, no_grad
 
 BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
-    "I": (2790, 11.0),
-    "II": (5580, 9.0),
+    "I": (2760, 11.0),
+    "II": (5550, 9.0),
     "III": (10455, 9.2),
-    "IV": (3145, 9.0),
+    "IV": (3125, 9.0),
 }
-ALL = 22005  # tokens of the file
+ALL = 21925  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
-KERNELS_PYTHON = (10727, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
+KERNELS_PYTHON = (10500, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser
 ONCE = 27  # functions that are named in one place, each of which costs a jump

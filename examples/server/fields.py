@@ -15,7 +15,6 @@ from server.tools import Answer
 
 LIMITS = {
     "max_tokens": (0, 2**31 - 1),
-    "penalty_last_n": (-1, 2**31 - 1),
     **llama2.SAMPLING_LIMITS,
     "temperature": (0, 2),
     "seed": (-(2**63), 2**63 - 1),
@@ -121,7 +120,7 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
     recommended = model.sampling or llama2.Sampling()
     last_n = take(dict(body), "penalty_last_n", llama2.Sampling.penalty_last_n)
     values = {}
-    for name in ("penalty_last_n", *llama2.SAMPLING_LIMITS):
+    for name in llama2.SAMPLING_LIMITS:
         value_type = type(getattr(llama2.Sampling, name))
         values[name] = take(body, name, getattr(recommended, name), value_type)
     if not take(body, "do_sample", True):
