@@ -713,7 +713,7 @@ def draw(p: Any, sampling: Sampling, u: float) -> int:
 
     # 2. Keep the fewest likeliest ids that reach top_p, and all that are as likely as their last.
     if sampling.top_p < 1:
-        descending = numpy.sort(p)[::-1]
+        descending: Any = numpy.sort(p)[::-1]
         sums = descending.astype(float).cumsum()  # of the likeliest, the two likeliest, ...
         # If no sum reaches top_p, by rounding or after min_p, the last id is the limit: keep all.
         last = min(sums.searchsorted(sampling.top_p), len(p) - 1)
