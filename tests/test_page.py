@@ -127,6 +127,11 @@ def answers(page):
     return page.get_by_role("log", name="Conversation").locator(".plain").all_text_contents()
 
 
+def alert(page, text):
+    """It is said, among others."""
+    expect(page.get_by_role("alert")).to_contain_text(text)
+
+
 def begun(page, index, rank):
     """The text up to a token, with another one in its place."""
     return page.locator(TOKEN).nth(index).evaluate(BEGUN, rank)
@@ -243,7 +248,7 @@ def test_markup_stays_text(servers, visit):
     page.route("**/v1/completions", lambda route: route.fulfill(body=body))
     ask(page, MARKUP)
     assert answers(page) == page.locator(".question").all_text_contents() == [MARKUP]
-    expect(page.get_by_role("alert")).to_contain_text("<i>broken</i>")
+    alert(page, "<i>broken</i>")
     assert page.locator("img, i, article script").count() == 0
     press(page, "Copy")
     assert page.evaluate("navigator.clipboard.readText()") == MARKUP
@@ -261,7 +266,7 @@ def test_key_and_errors(servers, visit):
     assert page.locator("#asks").text_content() == "The server says: the API key is wrong."
     page.fill("#temperature", "3")
     ask(page, "Who?")
-    expect(page.get_by_role("alert")).to_have_text("temperature is 3; expected float from 0 to 2")
+    alert(page, "temperature is 3; expected float from 0 to 2")
     page.reload()
     kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
     assert "Who?" in kept and KEY not in kept and "wrong" not in kept
@@ -365,30 +370,24 @@ def test_a_stream_that_was_cut_says_so_and_goes_on(servers, visit):
 
     page.route("**/v1/chat/completions", answer)
     ask(page, "Who?")
-    expect(page.get_by_role("alert")).to_contain_text("the connection was lost")
+    alert(page, "the connection was lost")
     press(page, "Continue")
     expect(page.locator(".plain")).to_have_text("once once ")
     expect(page.get_by_role("alert")).to_have_count(0)
     assert sent[1]["messages"][-1]["content"] == "once " and sent[1]["continue_final_message"]
     ask(page, "Why?")
-    expect(page.get_by_role("alert")).to_contain_text("the connection was lost")
+    alert(page, "the connection was lost")
+
+
+NAMES = r"""{"\u200b": "zero-width space", "\u202e": "RTL override", "\u00ad": "soft hyphen",
+"\ufeff": "byte order mark", "\u00a0": "no-break space", "\u2066": "U+2066", "\u0007": "U+0007",
+"\udb40\udc41": "U+E0041", "\ufe0f": "U+FE0F", "a\u200bb": "zero-width space"}"""
 
 
 def test_invisible_characters_have_names(servers, visit):
     """In the list of tokens, for a screen reader, and in the text, where nothing would be seen."""
     page = visit(servers[0], KEY)
-    names = {
-        "\u200b": "zero-width space",
-        "\u202e": "RTL override",
-        "\u00ad": "soft hyphen",
-        "\ufeff": "byte order mark",
-        "\u00a0": "no-break space",
-        "\u2066": "U+2066",
-        "\x07": "U+0007",
-        "\U000e0041": "U+E0041",
-        "\ufe0f": "U+FE0F",
-        "a\u200bb": "zero-width space",
-    }
+    names = json.loads(NAMES)
     body = stream("A", likeliest=names) + stream("\u200b")
     page.route("**/v1/chat/completions", partial(fulfil, body))
     ask(page, "Who?")
@@ -407,13 +406,13 @@ def test_errors_of_others_and_a_server_that_is_not_there(servers, visit, browser
     answers_ = [{"status": 413, "body": "Content too large"}, {"body": stream("A")}]
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**answers_.pop(0)))
     ask(page, "Who?")
-    expect(page.get_by_role("alert")).to_contain_text("the answer was 413")
+    alert(page, "the answer was 413")
     ask(page, "Who?")
     assert answers(page)[-1] == "A"
     page = browser.new_page()
     page.route("**/v1/models", lambda route: route.abort())
     page.goto(servers[1].url)
-    expect(page.get_by_role("alert")).to_have_text("no model: the connection was lost")
+    alert(page, "no model: the connection was lost")
     page.unroute("**/v1/models")
     page.fill("#message", "Once")
     press(page, "Send")
