@@ -202,8 +202,7 @@ def test_pickles_that_are_refused(tmp_path, capsys, monkeypatch, content, said):
 ALPHABET = "abc the fox's 123,.!\n\r\t\u00e9\u00df\u65e5\u672c\u0440\u0438 \u0939\u093f\u0928 \U0001f600\u200d"
 
 
-@torch.no_grad()
-def test_llama_3_equals_metas_own_code(tmp_path):
+def test_llama_3_equals_metas_own_code(tmp_path, no_grad):
     """Its vocabulary of 128,256 pieces, a small model; far beyond the first 8192 / 4 tokens."""
     # Package llama-models: its reference model without fairscale's parallel layers.
     pytest.importorskip("llama_models")
@@ -265,8 +264,7 @@ def check_folder(folder, source, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    "options, dtype, tolerance",
-    [([], "float16", 2e-3), (["--type=BF16"], "bfloat16", 0.05)],
+    "options, dtype, tolerance", [([], "float16", 2e-3), (["--type=BF16"], "bfloat16", 0.05)]
 )
 def test_quantised_weights_as_a_folder(tmp_path, options, dtype, tolerance):
     """With a chat template and tied embeddings."""
@@ -274,6 +272,8 @@ def test_quantised_weights_as_a_folder(tmp_path, options, dtype, tolerance):
     config = replace(WIDE, tie_word_embeddings=True)
     source, _ = quantised(tmp_path / "x.gguf", "Q4_K Q8_0", config, keys)
     folder = converted(source, tmp_path / "folder", *options)
+    for weight in llama2.open_checkpoint(folder).weights.values():  # --type is that of matrices
+        assert (weight.ggml_type == "F32") is (len(weight.shape) == 1)
     settings = check_folder(folder, source, tolerance)
     assert settings["torch_dtype"] == dtype
     assert settings["tie_word_embeddings"]
