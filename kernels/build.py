@@ -51,9 +51,16 @@ def find_library() -> ctypes.CDLL:
         folder = cache_folder()
     except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
         raise OSError(f"{one_line(str(error))}; {other_folder}") from error
-    named = os.environ.get("CXX", "").strip()
+    named = os.environ.get("CXX", "").strip()  # then no other is tried
+    try:
+        commands = [shlex.split(named)]
+    except ValueError as error:  # an open quote
+        raise OSError(f"CXX is {named!r}: {error}; correct CXX or unset it") from None
+    if not named:
+        found = map(shutil.which, ("g++", "clang++", "c++"))
+        commands = [[path] for path in found if path]
     problems = []
-    for compiler in compilers(named):
+    for compiler in commands:
         try:
             return with_types(find_or_compile(compiler, folder))
         except (OSError, subprocess.SubprocessError) as error:
@@ -68,16 +75,6 @@ def find_library() -> ctypes.CDLL:
 def one_line(text: str) -> str:
     """The beginning of what a compiler says, printable."""
     return printable(text)[:300].rstrip(": ")
-
-
-def compilers(named: str) -> list[list[str]]:
-    """Commands to try: the one that is named, and no other; else g++, clang++, c++."""
-    if not named:
-        return [[path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))]
-    try:
-        return [shlex.split(named)]
-    except ValueError as error:  # an open quote
-        raise OSError(f"CXX is {named!r}: {error}; correct CXX or unset it") from None
 
 
 def cache_folder() -> Path:

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import llama2
 from .llama2 import GGML_TYPES, Quantized, QuantizedEmbedding, QuantizedLinear
 
 if os.name == "posix" and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
@@ -58,23 +57,23 @@ def rearrange(matrix: Tensor, kind: Any, pack: bool) -> Tensor:
     order, sizes = layout(kind)
     order = torch.tensor(order, device=matrix.device)
     shifts = torch.arange(8, dtype=torch.uint8, device=matrix.device)
-    rows, new = len(matrix), torch.empty_like(matrix, memory_format=torch.contiguous_format)
+    new = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     blocks, planes = (matrix, new) if pack else (new, matrix)
-    parts = planes.flatten().split([planes.numel() // kind.nbytes * size for size in sizes])
-    step = max(1, CHUNK * kind.nbytes // (matrix.shape[1] * kind.count))
-    for start in range(0, rows, step):
+    blocks = blocks.reshape(-1, kind.nbytes)
+    parts = planes.flatten().split([len(blocks) * size for size in sizes])
+    parts = [part.view(-1, size) for part, size in zip(parts, sizes)]  # (blocks, bytes of each)
+    step = CHUNK // kind.count
+    for start in range(0, len(blocks), step):
         chosen = slice(start, start + step)
-        views = [part.view(rows, -1)[chosen] for part in parts]
-        b = blocks[chosen].reshape(-1, kind.nbytes)
-        if not pack:
-            b = torch.cat([v.reshape(-1, size) for v, size in zip(views, sizes)], 1)
+        views = [part[chosen] for part in parts]
+        b = blocks[chosen] if pack else torch.cat(views, 1)
         bits = (b[:, :, None] >> shifts & 1).flatten(1)[:, order if pack else order.argsort()]
         b = (bits.view(*b.shape, 8) << shifts).sum(2, dtype=torch.uint8)
         if pack:
             for view, part in zip(views, b.split(sizes, 1)):
-                view.copy_(part.reshape(view.shape))
+                view.copy_(part)
         else:
-            blocks[chosen] = b.view(-1, matrix.shape[1])
+            blocks[chosen] = b
     return new
 
 
@@ -92,42 +91,48 @@ def code_of(kind: Any) -> int:
     has_minima = kind.number in (3, 7, 10, 12, 13)
     at, size = {10: 16, 11: 12, 14: 16}.get(kind.number, 0), layout(kind)[1][-1]
     code = kind.number | low << 8 | high << 12 | zero_point << 16 | elements << 24
-    return code | has_minima << 28 | at << 32 | size << 40
+    return code | has_minima << 28 | at << 32 | size << 40 | low + high << 48
+
+
+@triton.jit
+def load(at, ok, dtype: tl.constexpr):
+    """What is stored at `at`, as numbers of dtype; 0 where it is not ok."""
+    return tl.load(at, mask=ok, other=0).to(dtype)
 
 
 @triton.jit
 def load_scales(data, n, g, ok, N, K: tl.constexpr, CODE: tl.constexpr):
     """The scales of groups g of rows n, and what is subtracted."""
     TYPE: tl.constexpr = CODE & 255
-    BITS: tl.constexpr = (CODE >> 8 & 15) + (CODE >> 12 & 15)
+    BITS: tl.constexpr = CODE >> 48  # of an integer
     BLOCK: tl.constexpr = 256 if TYPE >= 10 else 32
     GROUPS: tl.constexpr = BLOCK // 8 // (CODE >> 24 & 15)  # in a block
     AT: tl.constexpr = CODE >> 32 & 255  # the byte with the float16 that all scales share
-    SIZE: tl.constexpr = CODE >> 40  # the bytes of a block that are scales
+    SIZE: tl.constexpr = CODE >> 40 & 255  # the bytes of a block that are scales
     at = data + N.to(tl.int64) * (K // 8 * BITS) + (n * (K // BLOCK) + g // GROUPS) * SIZE
     halves = (at + AT).to(tl.pointer_type(tl.float16), bitcast=True)
-    d = tl.load(halves, mask=ok, other=0.0).to(tl.float32)
+    d = load(halves, ok, tl.float32)
     minimum = d * 0
     if CODE >> 28 & 15:
-        minimum = tl.load(halves + 1, mask=ok, other=0.0).to(tl.float32)
+        minimum = load(halves + 1, ok, tl.float32)
     j = g % GROUPS
     if TYPE < 10:
         scale = d
         minimum = -minimum
     elif TYPE == 10:
-        both = tl.load(at + j, mask=ok, other=0).to(tl.int32)
+        both = load(at + j, ok, tl.int32)
         scale = d * (both & 15).to(tl.float32)
         minimum = minimum * (both >> 4).to(tl.float32)
     elif TYPE == 11:
-        low = tl.load(at + j % 8, mask=ok, other=0).to(tl.int32) >> j // 8 * 4 & 15
-        high = tl.load(at + 8 + j % 4, mask=ok, other=0).to(tl.int32) >> j // 4 * 2 & 3
+        low = load(at + j % 8, ok, tl.int32) >> j // 8 * 4 & 15
+        high = load(at + 8 + j % 4, ok, tl.int32) >> j // 4 * 2 & 3
         scale = d * ((low | high << 4) - 32).to(tl.float32)
     elif TYPE == 14:
         scale = d * tl.load(at + j, mask=ok, other=0).to(tl.int8, bitcast=True).to(tl.float32)
     else:
-        a = tl.load(at + 4 + j % 4, mask=ok, other=0).to(tl.int32)
-        b = tl.load(at + 8 + j % 4, mask=ok, other=0).to(tl.int32)
-        c = tl.load(at + 12 + j % 4, mask=ok, other=0).to(tl.int32)
+        a = load(at + 4 + j % 4, ok, tl.int32)
+        b = load(at + 8 + j % 4, ok, tl.int32)
+        c = load(at + 12 + j % 4, ok, tl.int32)
         scale = d * tl.where(j < 4, a & 63, c & 15 | a >> 6 << 4).to(tl.float32)
         minimum = minimum * tl.where(j < 4, b & 63, c >> 4 | b >> 6 << 4).to(tl.float32)
     return scale, minimum
@@ -139,13 +144,13 @@ def load_element(data, at, ok, N, K: tl.constexpr, CODE: tl.constexpr):
     LOW: tl.constexpr = CODE >> 8 & 15
     HIGH: tl.constexpr = CODE >> 12 & 15
     low_type: tl.constexpr = tl.int16 if LOW == 2 else tl.int32
-    low = tl.load(data.to(tl.pointer_type(low_type), bitcast=True) + at, mask=ok, other=0)
+    low = load(data.to(tl.pointer_type(low_type), bitcast=True) + at, ok, tl.int32)
     high = low
     if HIGH > 0 or LOW == 8:
         high_type: tl.constexpr = tl.int32 if LOW == 8 else tl.int16 if HIGH == 2 else tl.int8
         start = data + N.to(tl.int64) * (K // 8 * (4 if LOW == 8 else LOW))
-        high = tl.load(start.to(tl.pointer_type(high_type), bitcast=True) + at, mask=ok, other=0)
-    return low.to(tl.int32), high.to(tl.int32)
+        high = load(start.to(tl.pointer_type(high_type), bitcast=True) + at, ok, tl.int32)
+    return low, high
 
 
 @triton.jit
@@ -173,12 +178,11 @@ def multiply_rows(x, xt, data, y, N, n, K: tl.constexpr, CODE: tl.constexpr, BE:
         sums = tl.zeros((ROWS, BE * 4), dtype=tl.float32)
         for start in range(0, K, BE * 4):
             k = start + tl.arange(0, BE * 4)
-            w = tl.load(data + row * K + k, mask=ok_n[:, None] & (k < K)[None, :], other=0.0)
-            v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-            sums += w.to(tl.float32) * v[None, :]
+            w = load(data + row * K + k, ok_n[:, None] & (k < K)[None, :], tl.float32)
+            sums += w * load(x + k, k < K, tl.float32)[None, :]
     else:
         PER: tl.constexpr = CODE >> 24 & 15  # elements of a group
-        BITS: tl.constexpr = (CODE >> 8 & 15) + (CODE >> 12 & 15)
+        BITS: tl.constexpr = CODE >> 48
         sums = tl.zeros((ROWS, BE // PER), dtype=tl.float32)
         for start in range(0, K // 8, BE):
             e = start + tl.arange(0, BE)
@@ -314,7 +318,7 @@ class Planes(Quantized):
     def weight(self) -> Tensor:
         """The whole matrix, dequantised: float32 (out, in), a copy as `blocks`."""
         with torch.inference_mode():
-            return llama2.dequantize(self.blocks, self.ggml_type)
+            return super().weight
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         destination[prefix + self.ggml_type] = self.blocks

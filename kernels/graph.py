@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
 
 from .build import cache_folder
-from .cpu import hooked
+from .cpu import ATTENTION_MATRICES, MLP_MATRICES, hooked
 from .llama2 import (
     DENSE,
     GGML_TYPES,
@@ -69,7 +69,7 @@ class StepCache:
         self.cos, self.sin = alias(cache.cos), alias(cache.sin)
         self.slots = torch.arange(S, device=cache.k.device)
         self.position = self.slots[:1] + cache.pos  # (1,)
-        self.tokens = torch.zeros(1, 1, dtype=torch.int64, device=cache.k.device)
+        self.tokens = self.slots[None, :1].clone()  # (1, 1)
         self.bias: Any = None
 
     def check(self, model: nn.Module, tokens: Tensor) -> None:
@@ -280,9 +280,7 @@ def code_tensors(*codes: int) -> list[Tensor]:
 
 def run_block(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: Any) -> Any:
     """A Block in a captured step, compiled: x (1, 1, C) -> (1, 1, C); None if block() is another."""
-    attention, mlp = layer.self_attn, layer.mlp
-    modules = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    modules += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    modules = ATTENTION_MATRICES(layer.self_attn._modules) + MLP_MATRICES(layer.mlp._modules)
     matrices, codes = [], []
     codes_of_dense = {dtype: code for code, dtype in gpu.DENSE.items()}
     for module in modules:
@@ -338,13 +336,10 @@ class GraphLlama(Llama):
 
     __module__ = Llama.__module__
 
-    def forward(
-        self, tokens: Tensor, cache: Cache | None = None, all_positions: bool = False
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, cache: Any = None, all_positions: bool = False) -> Tensor:
         """As Llama.forward()."""
         is_step = type(cache) is Cache and tokens.shape == (1, 1) and tokens.dtype == torch.int64
         if is_step and not torch.compiler.is_compiling():
-            assert cache is not None
             cache.check(self, tokens)
             cache.slots(1)
             logits = replay(self, cache, tokens)

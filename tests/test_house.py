@@ -144,7 +144,7 @@ BUDGETS = {  # tokens at most, tokens of a line that holds code at most
 }
 ALL = 21925  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
-KERNELS_PYTHON = (10727, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
+KERNELS_PYTHON = (10500, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
 LONG = {"parse_args"}  # functions that are longer: the options' parser
 ONCE = 27  # functions that are named in one place, each of which costs a jump
