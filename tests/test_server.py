@@ -492,7 +492,7 @@ def test_connections_are_limited_and_half_requests_end():
     for _ in range(50):
         most = max(most, memory_and_files(server)[1])
         time.sleep(0.02)
-    assert most < 240  # 200 connections, and some files of its own
+    assert most < 260  # of 307: 200 connections, some that are being closed, files of its own
     assert server.cached(prompt="A") >= 0
     assert b"[DONE]" in receive(served)
     for connection in held:
