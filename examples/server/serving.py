@@ -1,6 +1,7 @@
 """What the server does with a model: several answers at once, caches, templates, grammars."""
 
 import functools
+import gc
 import json
 import threading
 from contextlib import suppress
@@ -61,6 +62,9 @@ class Session:
         self.jobs: list = []  # that have not ended
         self.wake = threading.Event()  # to be set after one is added
         self.is_closed = lambda: False  # whether no more answers are written
+        # Answers and their Jobs know each other, so that only a full collection frees them. Those
+        # come soon, since what lives as long as the server does not count any more.
+        gc.freeze()
         self.thread = threading.Thread(target=self.work, daemon=True)
         self.thread.start()
 
@@ -100,6 +104,7 @@ class Session:
         if row is not best or not reuse:
             copy_tokens(best.cache, row.cache, shared[best])
         self.rows.remove(row)
+        row.first = None  # large with a large vocabulary: who else knows the row needs no logits
         return row.cache
 
     def encode(self, prompt: Any, parse_special: bool) -> list[list[int]]:
