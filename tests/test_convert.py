@@ -230,7 +230,9 @@ def test_llama_3_equals_metas_own_code(tmp_path, no_grad):
     shutil.copy(Path(tokenizer.__file__).with_name("tokenizer.model"), tmp_path)
     ours, words = llama2.load(converted(tmp_path, tmp_path / "out.gguf"))
     tokens = torch.randint(0, 128256, (1, 2500))
-    assert_close(ours(tokens)[:, ::50], theirs(tokens, 0)[:, ::50], 1e-4)
+    for each in (ours, theirs):  # not all logits, which would be 1.3 GB
+        each.norm.register_forward_hook(lambda module, inputs, output: output[:, ::50])
+    assert_close(ours(tokens), theirs(tokens, 0), 1e-4)
     reference = tokenizer.Tokenizer.get_instance()
     assert words.special_ids == reference.special_tokens
     assert {ours.config.eos_token_id, *ours.config.stop_token_ids} == {*reference.stop_tokens}
