@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import waits  # noqa: F401
 
 try:
+    from prompts import add_options
     from server.grammar import Grammar, hold, open_vocabulary
 
     import llama2
@@ -27,12 +28,9 @@ except ImportError as error:
 def main() -> int:
     """Print an answer; returns the exit status."""
     parser = llama2.Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
+    add_options(parser, max_new_tokens=256)
     parser.add_argument("--schema", metavar="FILE.json", type=Path, required=True)
     parser.add_argument("--prompt", metavar="TEXT", required=True)
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=256)
-    parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
-    parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args()
     llama2.use_threads()
     try:
