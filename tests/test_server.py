@@ -341,7 +341,7 @@ def test_a_conversation_goes_on_beside_others(server):
 
 def test_memory_counts_all_conversations(monkeypatch):
     options = {"model": llama2.DEFAULT_MODEL, "device": "cpu", "dtype": "float32", "quiet": True}
-    options |= {"context": 512, "chat_template": None, "parse_special": False}
+    options |= {"context": 512, "chat_template": None, "parse_special": False, "prompt_cache": True}
     cache = llama2.load(llama2.DEFAULT_MODEL)[0].new_cache(512)
     size = 2 * cache.k.nbytes
     needed = []

@@ -84,8 +84,8 @@ def open_page() -> Response:
     )
 
 
-def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
-    """What `handle` makes of a body, or the Refusal; a field of it is what `expected` says."""
+def prepare(take_body: Any, field: str, expected: str, data: bytes) -> Any:
+    """What take_body() makes of a body, or the Refusal; a field of it is what `expected` says."""
     try:
         # What no answer could quote: half a character, which UTF-8 cannot hold, becomes "?". NaN is
         # no JSON, nor is 1e999 a number, which Python reads as infinity.
@@ -95,7 +95,7 @@ def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
     except (ValueError, RecursionError, AttributeError):
         return Refusal(400, "the body must be a JSON object, and its numbers finite")
     try:
-        reply = handle(body, field)
+        reply = take_body(body, field)
         refuse_rest(body)
         return reply
     except Refusal as error:
@@ -106,8 +106,10 @@ def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
         return Refusal(400, f"{field}: expected {expected}", param=field)
 
 
-async def post(handle: Any, field: str, expected: str, request: Any) -> Any:
-    """Answer a body, unless its client hangs up. Two at a time are prepared, apart from the model."""
+async def post(handle: Any, request: Any) -> Any:
+    """Answer what handle() makes of a body, unless the client hangs up. Two bodies at a time are
+    prepared, apart from the model.
+    """
     if request.headers.get("content-type", "").startswith(("text/plain", "multipart/")):
         raise Refusal(415, "the content type must be application/json")  # a form of another site
     data = await request.body()
@@ -118,8 +120,7 @@ async def post(handle: Any, field: str, expected: str, request: Any) -> Any:
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(until_gone, request.receive, request.scope["log"], group)
-            work = prepare, handle, field, expected, data
-            reply = await anyio.to_thread.run_sync(*work, limiter=PREPARERS)
+            reply = await anyio.to_thread.run_sync(handle, data, limiter=PREPARERS)
             group.cancel_scope.cancel()
     finally:
         PREPARING.remove(len(data))
@@ -128,10 +129,10 @@ async def post(handle: Any, field: str, expected: str, request: Any) -> Any:
     return reply
 
 
-def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
+def make_app(session: Session, args: argparse.Namespace) -> Any:
     """The ASGI application."""
     model = {
-        "id": name,
+        "id": session.name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "llama2.py",
@@ -162,8 +163,8 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
             raise Refusal(400, "stream: what is kept comes whole", param="stream")
         return JSONResponse(store[response_id][0])
 
-    complete = partial(Job, session, name, args.prompt_cache)
-    respond = partial(ResponseJob, store, session, name, args.prompt_cache)
+    complete = partial(Job, session)
+    respond = partial(ResponseJob, store, session)
     fixed = {
         "/": open_page(),
         "/health": JSONResponse({"status": "ok"}),
@@ -180,7 +181,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
     routes = [Route(path, response, methods=["GET"]) for path, response in fixed.items()]
     routes.append(Route("/v1/responses/resp_{id}", kept, methods=["GET", "DELETE"]))
     for path, about in posts.items():
-        routes.append(Route(path, partial(post, *about), methods=["POST"]))
+        routes.append(Route(path, partial(post, partial(prepare, *about)), methods=["POST"]))
     app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: refuse, Exception: refuse},
@@ -258,9 +259,7 @@ def main() -> int:
     try:
         llama2.use_threads(args.threads)
         session = Session(args)
-        path = Path(args.model).absolute()
-        name = path.name.removesuffix(".gguf") if path.exists() else args.model
-        app = make_app(session, name, args)
+        app = make_app(session, args)
         v6 = ":" in args.host  # of "::", all of IPv4, too
         family = socket.AF_INET6 if v6 else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, dualstack_ipv6=v6)

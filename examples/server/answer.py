@@ -42,7 +42,7 @@ async def until_gone(receive: Any, log: list[str], group: Any) -> None:
 class Job:
     """The response to a request for a chat or a completion, as an ASGI application."""
 
-    def __init__(self, session: Session, name: str, reuse: bool, body: dict, field: str) -> None:
+    def __init__(self, session: Session, body: dict, field: str) -> None:
         """Take all supported fields out of a body; what remains in it is refused or forgotten.
 
         `field` holds the prompt. Raises Refusal, or ValueError for a wrong prompt.
@@ -77,10 +77,10 @@ class Job:
         self.score_prompt = self.echo and top is not None
         self.score_end = not chat or take(body, "include_stop_token", False)
         # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
-        self.reuse = (
-            take(body, "cache_prompt", self.seed is None) and reuse and not self.score_prompt
-        )
-        self.owner = None if reuse else self  # others' prompts are shared as their caches are
+        reuse = take(body, "cache_prompt", self.seed is None) and session.prompt_cache
+        self.reuse = reuse and not self.score_prompt
+        # Others' prompts are shared as their caches are.
+        self.owner = None if session.prompt_cache else self
         note = ""  # for the log
         if forgotten := refuse_rest(body):
             note += f"; forgot {', '.join(forgotten):.200}"
@@ -133,7 +133,7 @@ class Job:
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": f"chat.completion{chunk}" if chat else "text_completion",
             "created": int(time.time()),
-            "model": name,
+            "model": session.name,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -88,9 +88,7 @@ def messages_of(items: list[dict], body: dict) -> list[dict]:
 class ResponseJob(Job):
     """The response to a request, as an ASGI application."""
 
-    def __init__(
-        self, store: Store, session: Session, name: str, reuse: bool, body: dict, field: str
-    ) -> None:
+    def __init__(self, store: Store, session: Session, body: dict, field: str) -> None:
         """Make a chat's fields of those of a body. Raises Refusal, or ValueError for a wrong input."""
         self.asked = {key: value for key, value in body.items() if key != field}
         for key in CHAT_ONLY & body.keys():
@@ -117,7 +115,7 @@ class ResponseJob(Job):
         self.item = None  # the last of them, if it is incomplete
         self.number = 0  # of the next event
         body |= {"messages": messages, "response_format": form}
-        super().__init__(session, name, reuse, body, "messages")
+        super().__init__(session, body, "messages")
 
     def response(self, status: str, **fields: Any) -> dict:
         """OpenAI's object."""
