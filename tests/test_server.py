@@ -462,7 +462,7 @@ def test_too_many_requests_to_prepare_are_refused(monkeypatch):
     for preparing in ([1] * program.MAX_PREPARING, [program.PREPARING_BYTES - 99]):
         monkeypatch.setattr(program, "PREPARING", preparing)
         with pytest.raises(program.Refusal, match="too many requests") as caught:
-            asyncio.run(program.post(None, "prompt", "a text", request))
+            asyncio.run(program.post(None, request))
         assert caught.value.status_code == 503
 
 
