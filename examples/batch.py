@@ -20,10 +20,9 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
     import torch
     from drafts import tokens_of_equal_bits
     from prompts import add_options, answer
@@ -31,11 +30,6 @@ try:
     from tqdm import tqdm
 
     import llama2
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    print(f"batch.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 PIECE = 128  # tokens of a prompt that are read between two steps of others
 

@@ -6,16 +6,11 @@ A terminal shows the shades of the server's page; in a pipe or file (| cat) ther
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
     import llama2
-except ImportError as error:
-    print(f"confidence.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 # The colour of a terminal (of 256) for a token that is less probable than this.
 SHADES = {0.9: 230, 0.6: 222, 0.3: 215, 0.1: 208}

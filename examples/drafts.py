@@ -10,13 +10,11 @@ prompt: edited code, summaries, lists. If the model has a chat template, the pro
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
     import torch
     import torch.nn.functional as F
     from prompts import add_options, answer
@@ -24,9 +22,6 @@ try:
     from torch.overrides import TorchFunctionMode
 
     import llama2
-except ImportError as error:
-    print(f"drafts.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 NGRAM = 3  # tokens that must have occurred before
 

@@ -5,19 +5,12 @@
 The output of every block goes through the final norm and the output matrix, by forward hooks alone.
 """
 
-import sys
-from pathlib import Path
+import prelude
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
-
-try:
+with prelude.imports(__name__):
     import torch
 
     import llama2
-except ImportError as error:
-    print(f"lens.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 parser = llama2.Parser(description=__doc__.split("\n")[0])
 parser.add_argument("prompt")

@@ -14,10 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
     import torch
     import torch.nn.functional as F
     from save import SAVE_TYPES, save_gguf
@@ -27,9 +26,6 @@ try:
     from training.dialogues import Sample, read_samples
 
     import llama2
-except ImportError as error:
-    print(f"lora.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 LENGTH, BATCH = 256, 4  # tokens of a sequence of a text, sequences of a training step
 DIALOGUES = (".jsonl", ".ndjson", ".json")

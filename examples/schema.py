@@ -12,17 +12,13 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
     from prompts import add_options
     from server.grammar import Grammar, hold, open_vocabulary
 
     import llama2
-except ImportError as error:
-    print(f"schema.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 
 def main() -> int:

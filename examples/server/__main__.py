@@ -36,8 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
-import waits  # noqa: F401
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import prelude  # noqa: F401
 
 try:
     import anyio.from_thread

@@ -1,0 +1,29 @@
+"""What a program here does first. A module, no program: others import it before torch.
+
+It says that torch's own threads wait asleep, and where llama2.py is. A thread of OpenMP that has no
+work would spin for milliseconds. Where other programs use the cores, too, that costs it its core, for
+which all others then wait: models that torch computes write a tenth of the text. The kernels have
+threads of their own.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+@contextmanager
+def imports(name: str) -> Iterator[None]:
+    """Around a module's imports: if it is the program and a package is missing, one line says so."""
+    try:
+        yield
+    except ImportError as error:
+        if name != "__main__":
+            raise
+        program = Path(sys.argv[0]).name
+        print(f"{program}: {error.name} is missing: pip install {error.name}", file=sys.stderr)
+        sys.exit(2)
