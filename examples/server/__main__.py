@@ -85,7 +85,7 @@ def open_page() -> Response:
 
 
 def prepare(take_body: Any, field: str, expected: str, data: bytes) -> Any:
-    """What take_body() makes of a body, or the Refusal; a field of it is what `expected` says."""
+    """What take_body() makes of a body, of which a field is what `expected` says. Raises Refusal."""
     try:
         # What no answer could quote: half a character, which UTF-8 cannot hold, becomes "?". NaN is
         # no JSON, nor is 1e999 a number, which Python reads as infinity.
@@ -93,17 +93,15 @@ def prepare(take_body: Any, field: str, expected: str, data: bytes) -> Any:
         items = json.loads(text.encode("utf-8", "replace")).items()
         body = {key: value for key, value in items if value is not None}
     except (ValueError, RecursionError, AttributeError):
-        return Refusal(400, "the body must be a JSON object, and its numbers finite")
+        raise Refusal(400, "the body must be a JSON object, and its numbers finite") from None
     try:
         reply = take_body(body, field)
         refuse_rest(body)
         return reply
-    except Refusal as error:
-        return error
     except ValueError as error:
-        return Refusal(400, f"{field}: {error}", param=field)
-    except (LookupError, TypeError, AttributeError, RecursionError):
-        return Refusal(400, f"{field}: expected {expected}", param=field)
+        raise Refusal(400, f"{field}: {error}", param=field) from error
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Refusal(400, f"{field}: expected {expected}", param=field) from error
 
 
 async def post(handle: Any, request: Any) -> Any:
@@ -116,17 +114,12 @@ async def post(handle: Any, request: Any) -> Any:
     if len(PREPARING) >= MAX_PREPARING or sum(PREPARING) + len(data) > PREPARING_BYTES:
         raise Refusal(503, "too many requests come at once; try later")
     PREPARING.append(len(data))
-    reply = Response(status_code=499)  # for nobody
     try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(until_gone, request.receive, request.scope["log"], group)
-            reply = await anyio.to_thread.run_sync(handle, data, limiter=PREPARERS)
-            group.cancel_scope.cancel()
+        async with until_gone(request.receive, request.scope["log"]):
+            return await anyio.to_thread.run_sync(handle, data, limiter=PREPARERS)
     finally:
         PREPARING.remove(len(data))
-    if isinstance(reply, Refusal):
-        raise reply
-    return reply
+    return Response(status_code=499)  # for nobody
 
 
 def make_app(session: Session, args: argparse.Namespace) -> Any:

@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 import time
-from collections import deque
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -30,13 +30,23 @@ MAX_PROMPTS, MAX_WAITING = 128, 64  # prompts in a request, queued requests
 PATIENCE, COMMENT = 10, b": at work\n\n"  # which a stream has so often, in seconds
 
 
-async def until_gone(receive: Any, log: list[str], group: Any) -> None:
-    """Cancel a group's work when the client hangs up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    if not log:  # the work has not ended
-        log.append("aborted: the client hung up")
-    group.cancel_scope.cancel()
+@asynccontextmanager
+async def until_gone(receive: Any, log: list[str]) -> AsyncIterator[None]:
+    """Around work for a client: it is cancelled when that hangs up."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not log:  # the work has not ended
+            log.append("aborted: the client hung up")
+        work.cancel()
+
+    with anyio.CancelScope() as work:
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
 
 
 class Job:
@@ -125,7 +135,7 @@ class Job:
         self.note = note
         each = [ids for ids in prompts for _ in range(self.n)]
         self.choices = [Choice(self, index, ids) for index, ids in enumerate(each)]
-        self.waiting = deque(self.choices)  # those that have not begun
+        self.waiting = [*self.choices]  # those that have not begun
         self.is_over = False
         self.replies = asyncio.Queue()  # ends with None
         chunk = ".chunk" if self.stream else ""
@@ -139,16 +149,16 @@ class Job:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer until the client hangs up."""
         self.log = scope["log"]
-        jobs = [job for job in self.session.jobs if not job.is_over]
-        if sum(job.choices[0] in job.waiting for job in jobs) >= MAX_WAITING:
+        jobs = self.session.jobs
+        waiting = [job for job in jobs if job.choices[0] in job.waiting and not job.is_over]
+        if len(waiting) >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
         self.request = Request(scope)
         self.loop = asyncio.get_running_loop()
-        self.session.jobs.append(self)
+        jobs.append(self)
         self.session.wake.set()
         try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(until_gone, receive, self.log, group)
+            async with until_gone(receive, self.log):
                 stream = StreamingResponse(self.events(), media_type="text/event-stream")
                 response = stream if self.stream else await self.replies.get()
                 await response(scope, receive, send)

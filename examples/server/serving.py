@@ -83,7 +83,7 @@ class Session:
             owners = [row.job for row in self.rows if not row.ended]
             waiting = [job for job in self.jobs if job.waiting]
             if waiting and len(owners) < self.parallel:
-                self.rows.append(min(waiting, key=owners.count).waiting.popleft())
+                self.rows.append(min(waiting, key=owners.count).waiting.pop(0))
             elif owners:
                 self.rows.run()
             else:
