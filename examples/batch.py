@@ -242,7 +242,7 @@ def main() -> int:
     prompts = args.prompts
     status = tokens = printed = 0
     ended: dict[int, str] = {}  # and not printed yet
-    try:
+    with prelude.errors(parser):
         if args.file:
             with llama2.naming(args.file):
                 prompts += args.file.read_text("utf-8").splitlines()
@@ -278,8 +278,6 @@ def main() -> int:
                 printed += 1
         speed = tokens / (time.perf_counter() - begun)
         print(f"{tokens} tokens, {speed:.1f} tokens/s", file=sys.stderr)
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
     return status
 
 

@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--draft", metavar="N", type=limit, default=3, help="tokens at most (3)")
     args = parser.parse_args()
     llama2.use_threads()
-    try:
+    with prelude.errors(parser):
         model, tokenizer = llama2.load(args.model, dtype="auto", compile=True, progress=True)
         sampling = llama2.Sampling(args.temperature, seed=args.seed)
         options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
@@ -132,8 +132,6 @@ def main() -> int:
         plain = answer(model, tokenizer, *prompt, **options)
         for _ in plain:
             pass
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
     fast, slow = stream.generation, plain.generation
     print(f"\n\nwith drafts: {describe(fast)}; {drafts.accepted} of {len(fast.seconds)} drafted")
     print(f"without:     {describe(slow)}; the same text: {fast.ids == slow.ids}")

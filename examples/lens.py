@@ -17,10 +17,8 @@ parser.add_argument("prompt")
 parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llama2.load() reads")
 args = parser.parse_args()
 llama2.use_threads()
-try:
+with prelude.errors(parser):
     model, tokenizer = llama2.load(args.model)
-except (ImportError, ValueError, OSError, RuntimeError) as error:
-    parser.error(str(error))
 ids = tokenizer.encode(args.prompt)
 limit = model.config.max_position_embeddings
 if not 0 < len(ids) <= limit:

@@ -136,7 +136,7 @@ if __name__ == "__main__":
         parser.error("expected --adapter, or --data and a new file as --out")
     if args.out and not args.out.parent.is_dir():  # else only noticed after training
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
-    try:
+    with prelude.errors(parser):
         model, tokenizer = llama2.load(args.model)
         limit = model.config.max_position_embeddings
         limit = min(limit, model.config.sliding_window or limit)
@@ -184,6 +184,4 @@ if __name__ == "__main__":
         if args.out:
             adapters.merge_adapters(model)
             save_gguf(model, args.out, args.type, tokenizer=tokenizer)
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
     sys.exit(status)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,3 +28,12 @@ def imports(name: str) -> Iterator[None]:
         program = Path(sys.argv[0]).name
         print(f"{program}: {error.name} is missing: pip install {error.name}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def errors(parser: Any) -> Iterator[None]:
+    """Around the rest: what goes wrong is one line of the parser, and exit status 2."""
+    try:
+        yield
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
+        parser.error(str(error))

@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--prompt", metavar="TEXT", required=True)
     args = parser.parse_args()
     llama2.use_threads()
-    try:
+    with prelude.errors(parser):
         with llama2.naming(args.schema):
             text = args.schema.read_text("utf-8")
             if not isinstance(json.loads(text), dict):
@@ -52,8 +52,6 @@ def main() -> int:
         for text in stream:
             print(text, end="", flush=True)
         print()
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
     return 0 if stream.stop_reason.startswith("stop") else 1
 
 

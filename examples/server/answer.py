@@ -79,7 +79,7 @@ class Job:
         if answer.forced:  # it is a call, which neither ends
             schema, stops = [], []
         answer.schemas += schema
-        self.answer, self.grammar = answer, None
+        self.answer = answer
         self.n = take(body, "n", 1)  # answers to each prompt
         self.seed = take(body, "seed", None, int)
         self.sampling = take_sampling(body, session.model)
@@ -108,10 +108,9 @@ class Job:
             control = session.tokenizer.control_pattern.search(str(prompt))
             if control and not parse_special:
                 note += f'; {control[0]} in the prompt stays text without "parse_special": true'
-        if answer.schemas:
-            note += session.hold(answer, chat)
-            self.grammar = session.grammar(answer, chat)
-        elif rendered:  # in a JSON string these may occur
+        note += session.hold(answer, chat)
+        self.grammar = session.grammar(answer, chat)
+        if rendered and not answer.schemas:  # in a JSON string these may occur
             stops += session.stops.texts
         self.tokenizer = visible(session.tokenizer, tokens_in(answer))
         self.options = {  # of stream_text()
@@ -221,15 +220,14 @@ class Job:
     def tell(self, choice: Choice, delta: dict, scores: list[Score]) -> None:
         """Send an event of what is new."""
         if self.stream:
-            said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-            self.put(self.about | {"choices": [choice.said(said, scores)]})
+            self.put(self.about | {"choices": [choice.said("delta", delta, scores)]})
 
     def end(self, usage: dict) -> None:
         """Send the whole answer, or its usage."""
-        choices = []
-        for choice in () if self.stream else self.choices:
-            reader = choice.reader
-            said = {"message": reader.message} if self.chat else {"text": reader.text}
-            choices.append(choice.said(said, choice.scores[: choice.told]))
+        choices = [
+            choice.said("message", choice.reader.message, choice.scores[: choice.told])
+            for choice in self.choices
+            if not self.stream
+        ]
         if self.include_usage:
             self.put(self.about | {"choices": choices, "usage": usage})

@@ -165,8 +165,11 @@ class Choice(Row):
             entries[name] = {"token": name, "logprob": logprob, "bytes": [*data]}
         return [*entries.values()]
 
-    def said(self, said: dict, scores: list[Score]) -> dict:
-        """The choice in OpenAI's form, with what it says, and with scores if they were asked for."""
+    def said(self, key: str, message: dict, scores: list[Score]) -> dict:
+        """The choice in OpenAI's form, with a message or a delta, and with scores if they were asked
+        for.
+        """
+        said = {key: message} if self.job.chat else {"text": message.get("content", "")}
         if self.job.top is None:
             return self.about | said
         tokens = [self.entries(score) for score in scores]

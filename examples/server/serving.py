@@ -199,7 +199,9 @@ class Session:
         return note
 
     def grammar(self, answer: Answer, chat: bool) -> Any:
-        """The Grammar of an answer, which each choice copies. Raises ValueError."""
+        """The Grammar of an answer, which each choice copies, if it has one. Raises ValueError."""
+        if not answer.schemas:
+            return None
         return self.compile_grammar(chat, json.dumps(answer.schemas), rules(answer))
 
     @functools.lru_cache(MAX_GRAMMARS)  # noqa: B019
