@@ -14,8 +14,6 @@ Figures are medians; what is compared runs in turns (A B A B), so that a machine
 slows both. First calls, which may compile, are not counted. On a shared machine trust only ratios.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib.util
@@ -725,8 +723,8 @@ def run_parallel(args):
         engine()
     samples = {n: tests["tg"] for n, tests in take_turns(engines, args.rounds).items()}
     rates = {n: median(values) for n, values in samples.items()}
-    gains = {n: ratio(values, samples[args.parallel[0]]) for n, values in samples.items()}
-    rows = [(n, f"{rates[n]:.4g}", f"{gains[n]:.2f}") for n in samples]
+    first = samples[args.parallel[0]]
+    rows = [(n, f"{rates[n]:.4g}", f"{ratio(samples[n], first):.2f}") for n in samples]
     table(("sequences", "tokens/s of all", "times the first"), *rows)
     return {"parallel": rates}
 

@@ -25,7 +25,7 @@ import prelude
 with prelude.imports(__name__):
     import torch
     from drafts import tokens_of_equal_bits
-    from prompts import add_options, answer
+    from prompts import add_options, answer, load
     from torch import Tensor
     from tqdm import tqdm
 
@@ -210,7 +210,7 @@ class Rows(list[Row]):
 
 
 def run_batch(
-    model: llama2.Llama, starts: Iterable[Callable[..., Iterator]], parallel: int = 4
+    model: llama2.Llama, starts: Iterable[Callable], parallel: int = 4
 ) -> Iterator[tuple[int, Any, list]]:
     """Run generate() or stream_text() for several prompts side by side; `starts` are functions of
     their `step`. Yields, as they end, (i, iterator i or its error, what it returned).
@@ -238,7 +238,6 @@ def main() -> int:
     add("--json", action="store_true", help="a line of JSON for each, in order")
     add("--parallel", metavar="N", type=llama2.in_range(int, 1), default=4)
     args = parser.parse_args()
-    llama2.use_threads()
     prompts = args.prompts
     status = tokens = printed = 0
     ended: dict[int, str] = {}  # and not printed yet
@@ -246,8 +245,7 @@ def main() -> int:
         if args.file:
             with llama2.naming(args.file):
                 prompts += args.file.read_text("utf-8").splitlines()
-        model, tokenizer = llama2.load(args.model, args.device, "auto", progress=True)
-        sampling = llama2.Sampling(args.temperature, seed=args.seed)
+        model, tokenizer, sampling = load(args, args.device)
         starts = (
             partial(
                 answer,

@@ -10,7 +10,7 @@ import sys
 import prelude
 
 with prelude.imports(__name__):
-    from prompts import add_options
+    from prompts import add_options, load
 
     import llama2
 
@@ -20,7 +20,6 @@ parser = llama2.Parser(description=__doc__.split("\n")[0])
 parser.add_argument("prompt")
 add_options(parser, max_new_tokens=80)
 args = parser.parse_args()
-llama2.use_threads()
 has_colours = sys.stdout.isatty()
 distributions = []  # (V,) for each new token
 
@@ -45,9 +44,8 @@ def shaded(text: str, chance: float) -> str:
 
 
 with prelude.errors(parser):
-    model, tokenizer = llama2.load(args.model, dtype="auto")
+    model, tokenizer, sampling = load(args)
     ids = tokenizer.encode(args.prompt)
-    sampling = llama2.Sampling(args.temperature, seed=args.seed)
     generation = llama2.generate(model, ids, sampling, args.max_new_tokens, step=step)
     decoder = llama2.StreamDecoder(tokenizer, first=False)
     print(args.prompt, end="")

@@ -17,7 +17,7 @@ import prelude
 with prelude.imports(__name__):
     import torch
     import torch.nn.functional as F
-    from prompts import add_options, answer
+    from prompts import add_options, answer, load
     from torch import Tensor
     from torch.overrides import TorchFunctionMode
 
@@ -119,10 +119,8 @@ def main() -> int:
     limit = llama2.in_range(int, 0)
     parser.add_argument("--draft", metavar="N", type=limit, default=3, help="tokens at most (3)")
     args = parser.parse_args()
-    llama2.use_threads()
     with prelude.errors(parser):
-        model, tokenizer = llama2.load(args.model, dtype="auto", compile=True, progress=True)
-        sampling = llama2.Sampling(args.temperature, seed=args.seed)
+        model, tokenizer, sampling = load(args, compile=True)
         options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
         prompt = args.prompt, bool(tokenizer.chat_template)
         drafts = Drafts(model, args.draft)

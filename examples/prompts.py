@@ -1,5 +1,6 @@
 """What the programs have in common that continue a prompt or answer it. A module, no program."""
 
+import argparse
 from typing import Any
 
 import llama2
@@ -13,6 +14,15 @@ def add_options(parser: llama2.Parser, max_new_tokens: int) -> None:
     add("--max-new-tokens", metavar="N", type=limit, default=max_new_tokens)
     add("--temperature", metavar="X", type=float, default=0.8)
     add("--seed", metavar="N", type=int, default=0)
+
+
+def load(
+    args: argparse.Namespace, device: str = "cpu", **options: Any
+) -> tuple[llama2.Llama, llama2.Tokenizer, llama2.Sampling]:
+    """What the options ask for; `options` are others of llama2.load()."""
+    llama2.use_threads()
+    model, tokenizer = llama2.load(args.model, device, "auto", progress=True, **options)
+    return model, tokenizer, llama2.Sampling(args.temperature, seed=args.seed)
 
 
 def answer(

@@ -10,12 +10,13 @@ chat template, the prompt is a question. Exit status 1: the answer was cut at --
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import prelude
 
 with prelude.imports(__name__):
-    from prompts import add_options
+    from prompts import add_options, load
     from server.grammar import Grammar, hold, open_vocabulary
 
     import llama2
@@ -28,13 +29,12 @@ def main() -> int:
     parser.add_argument("--schema", metavar="FILE.json", type=Path, required=True)
     parser.add_argument("--prompt", metavar="TEXT", required=True)
     args = parser.parse_args()
-    llama2.use_threads()
     with prelude.errors(parser):
         with llama2.naming(args.schema):
             text = args.schema.read_text("utf-8")
             if not isinstance(json.loads(text), dict):
                 raise ValueError("the schema is no object")
-        model, tokenizer = llama2.load(args.model, dtype="auto", progress=True)
+        model, tokenizer, sampling = load(args)
         stop_ids = llama2.stop_ids(model, tokenizer, tokenizer.chat_template.strip())
         if tokenizer.chat_template.strip():
             ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": args.prompt}])
@@ -46,7 +46,7 @@ def main() -> int:
             if left_out:
                 raise ValueError(f"no answer can be held to {left_out[0]}")
         grammar = Grammar(vocabulary, [schema])
-        sampling = llama2.Sampling(args.temperature, seed=args.seed, logits_processor=grammar)
+        sampling = replace(sampling, logits_processor=grammar)
         options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
         stream = llama2.stream_text(model, tokenizer, ids, stop_ids=stop_ids, **options)
         for text in stream:
