@@ -18,15 +18,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 @contextmanager
-def imports(name: str) -> Iterator[None]:
-    """Around a module's imports: if it is the program and a package is missing, one line says so."""
+def imports(name: str, packages: str = "") -> Iterator[None]:
+    """Around a module's imports: if it is the program and a package is missing, one line says so,
+    and that `packages` are needed.
+    """
     try:
         yield
     except ImportError as error:
         if name != "__main__":
             raise
         program = Path(sys.argv[0]).name
-        print(f"{program}: {error.name} is missing: pip install {error.name}", file=sys.stderr)
+        needed = packages or error.name
+        print(f"{program}: {error.name} is missing: pip install {needed}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -35,5 +38,5 @@ def errors(parser: Any) -> Iterator[None]:
     """Around the rest: what goes wrong is one line of the parser, and exit status 2."""
     try:
         yield
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
+    except (ImportError, ValueError, OSError, MemoryError, RuntimeError) as error:
         parser.error(str(error))

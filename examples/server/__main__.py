@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import prelude  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__, '"starlette>=1.6" "anyio>=4.2" uvicorn'):
     import anyio.from_thread
     import anyio.to_thread
     import uvicorn
@@ -54,10 +54,6 @@ try:
     from server.guard import BURST, Connection, Refusal, guard, refuse, say
     from server.responses import ResponseJob, Store
     from server.serving import PARALLEL, Session
-except ImportError as error:
-    needed = 'pip install "starlette>=1.6" "anyio>=4.2" uvicorn'
-    print(f"server: {error.name} is missing: {needed}", file=sys.stderr)
-    sys.exit(2)
 
 MAX_BODY, TOKEN_BYTES = 10**6, 100  # of a body: at least, and for each token of the context
 MAX_PREPARING, PREPARING_BYTES = 64, 2**26  # requests, before the model's turn
@@ -249,16 +245,13 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     """Load the model and serve it; returns the exit status."""
     args = parse_args()
-    try:
+    with prelude.errors(llama2.Parser(prog="server")):
         llama2.use_threads(args.threads)
         session = Session(args)
         app = make_app(session, args)
         v6 = ":" in args.host  # of "::", all of IPv4, too
         family = socket.AF_INET6 if v6 else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, dualstack_ipv6=v6)
-    except (ImportError, ValueError, OSError, MemoryError, RuntimeError) as error:
-        say(f"server: error: {error}")
-        return 2
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
     server = uvicorn.Server(
         uvicorn.Config(
