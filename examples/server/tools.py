@@ -277,7 +277,7 @@ def rules(answer: Answer) -> str:
         first = f"{items(form, form.before)} call"
         if choices[0] == "FREE":
             leads, begun = [], triggers(answer)
-            for i, (name, trigger) in enumerate(zip(answer.names, begun, strict=True)):
+            for i, (name, trigger) in enumerate(zip(answer.names, begun)):
                 lead = f"lead{begun.index(trigger)}"
                 rest = (form.before + name + form.between)[len(trigger) :]
                 leads.append(f"{lead} {items(form, rest)} value{i}")
