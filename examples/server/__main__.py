@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import prelude
 
 with prelude.imports(__name__, '"starlette>=1.6" "anyio>=4.2" uvicorn'):
-    import anyio.from_thread
     import anyio.to_thread
     import uvicorn
     from starlette.applications import Starlette
@@ -264,13 +263,6 @@ def main() -> int:
             timeout_graceful_shutdown=3,
         )
     )
-
-    def check() -> None:
-        anyio.from_thread.check_cancelled()
-        if server.should_exit:
-            raise Refusal(503, "the server is shutting down")
-
-    session.check = check
     session.is_closed = lambda: server.should_exit
     with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -163,6 +163,7 @@ class Job:
                 await response(scope, receive, send)
         finally:
             self.is_over = True
+            jobs.remove(self)
 
     async def next_reply(self) -> Response | None:
         """The next reply; an empty one if a stream is silent: clients give that up."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio.from_thread
 import torch
 from batch import Row, Rows, copy_tokens
 
@@ -52,7 +53,6 @@ class Session:
         self.name = path.name.removesuffix(".gguf") if path.exists() else args.model
         # What holds unless a request says otherwise.
         self.parse_special, self.prompt_cache = args.parse_special, args.prompt_cache
-        self.check = lambda: None  # called while a grammar is compiled; it may raise to end that
         first = self.model.new_cache(context)
         size = 2 * first.k.nbytes
         fitting = min(CACHE_BYTES, llama2.free_memory(first.k.device)) // size
@@ -62,7 +62,7 @@ class Session:
         # In the order of their last use; those that are over remember conversations.
         self.rows = Rows(self.model)
         self.rows += [Row(ended=True, cache=cache) for cache in (first, *others)]
-        self.jobs: list = []  # that have not ended
+        self.jobs: list = []  # whose clients wait
         self.wake = threading.Event()  # to be set after one is added
         self.is_closed = lambda: False  # whether no more answers are written
         # Answers and their Jobs know each other, so that only a full collection frees them. Those
@@ -77,19 +77,22 @@ class Session:
         """
         while not self.is_closed():
             self.wake.clear()
-            for job in [*self.jobs]:
-                if job.is_over:
-                    self.jobs.remove(job)
             owners = [row.job for row in self.rows if not row.ended]
-            waiting = [job for job in self.jobs if job.waiting]
+            waiting = [job for job in [*self.jobs] if job.waiting and not job.is_over]
             if waiting and len(owners) < self.parallel:
                 self.rows.append(min(waiting, key=owners.count).waiting.pop(0))
             elif owners:
                 self.rows.run()
             else:
                 self.wake.wait()
-        for job in self.jobs:
+        for job in [*self.jobs]:
             job.fail(Refusal(503, "the server is shutting down"))
+
+    def check(self) -> None:
+        """Called while a grammar is compiled, to end that if nobody waits for it any more."""
+        anyio.from_thread.check_cancelled()
+        if self.is_closed():
+            raise Refusal(503, "the server is shutting down")
 
     def take_cache(self, ids: list[int], reuse: bool) -> llama2.Cache:
         """The cache that shares most tokens with a prompt.
