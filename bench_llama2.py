@@ -991,27 +991,22 @@ MODES = {
 }
 
 
-def run(args):
-    """Do what the command line says."""
-    machine = describe_machine()
-    print(machine, end="\n\n")
-    chosen = [mode for name, mode in MODES.items() if getattr(args, name)]
-    if not chosen:
-        chosen = [run_models if args.model or args.config else run_suite]
-    result = {"machine": machine}
-    for mode in chosen:
-        result |= mode(args)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1))
-
-
 @torch.no_grad()
 def main(argv=None):
     """Run the command line; returns the exit status."""
     try:
         args = parse_args(argv)
         llama2.use_threads()
-        run(args)
+        machine = describe_machine()
+        print(machine, end="\n\n")
+        chosen = [mode for name, mode in MODES.items() if getattr(args, name)]
+        if not chosen:
+            chosen = [run_models if args.model or args.config else run_suite]
+        result = {"machine": machine}
+        for mode in chosen:
+            result |= mode(args)
+        if args.json is not None:
+            args.json.write_text(json.dumps(result, indent=1))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # as in `| head`: whoever read has seen enough
