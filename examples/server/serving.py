@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio.from_thread
 import torch
 from batch import Row, Rows, copy_tokens
 
@@ -48,8 +49,10 @@ class Session:
         if args.chat_template == self.template:  # it is no name
             with llama2.naming(source):
                 self.template = Path(source).read_text("utf-8")
-        self.parse_special = args.parse_special  # in raw prompts, unless a request says otherwise
-        self.check = lambda: None  # called while a grammar is compiled; it may raise to end that
+        path = Path(args.model).absolute()
+        self.name = path.name.removesuffix(".gguf") if path.exists() else args.model
+        # What holds unless a request says otherwise.
+        self.parse_special, self.prompt_cache = args.parse_special, args.prompt_cache
         first = self.model.new_cache(context)
         size = 2 * first.k.nbytes
         fitting = min(CACHE_BYTES, llama2.free_memory(first.k.device)) // size
@@ -59,7 +62,7 @@ class Session:
         # In the order of their last use; those that are over remember conversations.
         self.rows = Rows(self.model)
         self.rows += [Row(ended=True, cache=cache) for cache in (first, *others)]
-        self.jobs: list = []  # that have not ended
+        self.jobs: list = []  # whose clients wait
         self.wake = threading.Event()  # to be set after one is added
         self.is_closed = lambda: False  # whether no more answers are written
         # Answers and their Jobs know each other, so that only a full collection frees them. Those
@@ -74,19 +77,22 @@ class Session:
         """
         while not self.is_closed():
             self.wake.clear()
-            for job in [*self.jobs]:
-                if job.is_over:
-                    self.jobs.remove(job)
             owners = [row.job for row in self.rows if not row.ended]
-            waiting = [job for job in self.jobs if job.waiting]
+            waiting = [job for job in [*self.jobs] if job.waiting and not job.is_over]
             if waiting and len(owners) < self.parallel:
-                self.rows.append(min(waiting, key=owners.count).waiting.popleft())
+                self.rows.append(min(waiting, key=owners.count).waiting.pop(0))
             elif owners:
                 self.rows.run()
             else:
                 self.wake.wait()
-        for job in self.jobs:
+        for job in [*self.jobs]:
             job.fail(Refusal(503, "the server is shutting down"))
+
+    def check(self) -> None:
+        """Called while a grammar is compiled, to end that if nobody waits for it any more."""
+        anyio.from_thread.check_cancelled()
+        if self.is_closed():
+            raise Refusal(503, "the server is shutting down")
 
     def take_cache(self, ids: list[int], reuse: bool) -> llama2.Cache:
         """The cache that shares most tokens with a prompt.
@@ -111,8 +117,10 @@ class Session:
         """Token ids of each prompt: a text, a list of ids, or a list of either. Raises ValueError."""
         if not isinstance(prompt, list) or {*map(type, prompt)} == {int}:
             prompt = [prompt]
-        encode = functools.partial(self.tokenizer.encode, parse_special=parse_special)
-        encoded = [encode(ids) if isinstance(ids, str) else ids for ids in prompt]
+        encoded = [
+            self.tokenizer.encode(ids, parse_special=parse_special) if isinstance(ids, str) else ids
+            for ids in prompt
+        ]
         for ids in encoded:
             if {*map(type, ids)} != {int}:
                 raise ValueError("expected text, token ids, or a list of either, not empty")
@@ -162,7 +170,7 @@ class Session:
 
     def stop_ids(self, chat: bool) -> set[int]:
         """The stop tokens of a chat, or of another text."""
-        return llama2.stop_ids(self.model, self.tokenizer, self.template if chat else None)
+        return llama2.stop_ids(self.model, self.tokenizer).union(self.stops.ids if chat else ())
 
     @functools.cache  # noqa: B019 (there is one session)
     def vocabulary(self, chat: bool) -> Any:
@@ -194,7 +202,9 @@ class Session:
         return note
 
     def grammar(self, answer: Answer, chat: bool) -> Any:
-        """The Grammar of an answer, which each choice copies. Raises ValueError."""
+        """The Grammar of an answer, which each choice copies, if it has one. Raises ValueError."""
+        if not answer.schemas:
+            return None
         return self.compile_grammar(chat, json.dumps(answer.schemas), rules(answer))
 
     @functools.lru_cache(MAX_GRAMMARS)  # noqa: B019
