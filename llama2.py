@@ -2096,7 +2096,6 @@ class GGUF:
             file = MappedFile(path)
             self.data = file.data
             self.limit = min(LIMIT, len(file.data))  # where the header must end
-            self.at = 0  # the next byte to read
             magic, self.version = self.unpack("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
                 raise ValueError(
@@ -2139,7 +2138,7 @@ class GGUF:
 
             # 4. The tensors follow, in this order and without gaps, each at a multiple of `align`.
             align = get_typed(self.metadata, "general.alignment", int, 32)
-            start = -(-self.at // align) * align  # rounded up
+            start = -(-self.data.tell() // align) * align  # rounded up
             end = 0
             for name, (offset, ggml_type, shape) in infos.items():
                 with naming(name):
@@ -2152,10 +2151,9 @@ class GGUF:
     def unpack(self, letters: str) -> tuple:
         """The next values, little-endian, of the types that struct's letters name."""
         layout = struct.Struct(f"<{letters}")
-        self.at += layout.size
-        if self.at > self.limit:
+        if self.data.tell() + layout.size > self.limit:
             raise ValueError(f"{layout.size} bytes, beyond the end of the header")
-        return layout.unpack_from(self.data, self.at - layout.size)
+        return layout.unpack(self.data.read(layout.size))
 
     def values(self, value_type: int, count: int = 1) -> list:
         """The next values of a type: numbers, or texts, each a length in 8 bytes and its UTF-8."""
@@ -2164,15 +2162,11 @@ class GGUF:
         if value_type != GGUF_STRING:
             raise ValueError(f"has the unknown type {value_type}")
         texts = []
-        data, at = self.data, self.at  # local: Llama 3's vocabulary has 400,000 texts
-        read_size = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            [size] = read_size(data, at)
-            at += 8 + size
-            if at > self.limit:
+        for _ in range(count):  # without calls of unpack(): Llama 3's vocabulary has 400,000 texts
+            [size] = struct.unpack("<Q", self.data.read(8))
+            if self.data.tell() + size > self.limit:
                 raise ValueError(f"a text of {size} bytes, beyond the end of the header")
-            texts.append(data[at - size : at].decode())
-        self.at = at
+            texts.append(self.data.read(size).decode())
         return texts
 
 
