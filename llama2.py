@@ -975,6 +975,10 @@ class Vocabulary:
     special_tokens: dict[str, str] = field(default_factory=dict)
 
 
+# What an added token has in a tokenizer.json, unless that says otherwise.
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+
 class Tokenizer(Vocabulary):
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
@@ -1000,6 +1004,8 @@ class Tokenizer(Vocabulary):
                 self.special_ids[piece] = i
                 if self.types[i] == CONTROL:
                     self.marks[piece] = f"{self.secret}{piece}{self.secret}"
+        # What stands for a special token in a text with marks -> its id.
+        self.marked_ids = {self.marks.get(s, s): i for s, i in self.special_ids.items()}
         self.control_pattern = any_of(self.marks)
         # All texts of control tokens in one string, which can be searched quickly.
         self.control_texts = "\0".join(["", *self.marks, ""])
@@ -1010,13 +1016,53 @@ class Tokenizer(Vocabulary):
             # A second engine that adds no space at the start. Fields appended to a protobuf message
             # override earlier ones; this is normalizer_spec { add_dummy_prefix: false }.
             self.engine_no_prefix = open_sentencepiece(model + b"\x1a\x02\x18\x00")
-            # In a text with marks, what stands for a special token -> its id.
-            self.marked_ids = {self.marks.get(s, s): i for s, i in self.special_ids.items()}
             self.marked_pattern = any_of(self.marked_ids)
         else:
-            self.engine = open_tokenizers(model, self.special_ids, self.marks)
+            self.engine = self.open_tokenizers()
         self.byte_level = not self.is_sentencepiece and "ByteLevel" in json.dumps(model["decoder"])
         self.strips_space = self.prepend_scheme != "never" and not self.byte_level
+
+    def open_tokenizers(self) -> Any:
+        """The engine of tokenizers, with marks for the texts of control tokens. Raises ValueError."""
+        import tokenizers
+
+        marks = self.marks
+        flags = {token["content"]: token for token in self.model["added_tokens"]}
+        added = []
+        for text, i in self.special_ids.items():
+            token = {
+                **FLAGS,
+                **flags.get(text, {}),
+                "id": i,
+                "content": text,
+                "special": text in marks,
+            }
+            if text in marks:  # a mark is found before a normalizer runs, and within a word
+                token |= {"content": marks[text], "normalized": False, "single_word": False}
+            added.append(token)
+        model = dict(self.model["model"])
+        vocab = model["vocab"]
+        if isinstance(vocab, list):  # Unigram
+            model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
+        else:
+            vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
+            # Added tokens must be in here: tokenizers would give others numbers of its own.
+            model["vocab"] = vocab | self.marked_ids
+            if model.get("unk_token") in marks:
+                model["unk_token"] = marks[model["unk_token"]]
+            # Drop merges that make a control token's text. A merge is a text "a b" or a pair.
+            model["merges"] = [
+                merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
+            ]
+        changed = {
+            "added_tokens": added,
+            "model": model,
+            # A trainer may have left settings here that would truncate or pad every text.
+            "truncation": None,
+            "padding": None,
+        }
+        text = json.dumps({**self.model, **changed}, ensure_ascii=False)
+        return call_tokenizers(tokenizers.Tokenizer.from_str, text)
 
     def encode(
         self, text: str, bos: bool | None = None, first: bool = True, parse_special: bool = False
@@ -1114,48 +1160,6 @@ def any_of(texts: Iterable[str]) -> re.Pattern:
         for _, group in groupby(sorted(texts, reverse=True), lambda text: text[:3])
     )
     return re.compile(f"({'|'.join(branches) or '(?!)'})")
-
-
-# What an added token has in a tokenizer.json, unless that says otherwise.
-FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-
-
-def open_tokenizers(
-    content: Mapping[str, Any], special_ids: Mapping[str, int], marks: Mapping[str, str]
-) -> Any:
-    """The engine of tokenizers, with marks for the texts of control tokens. Raises ValueError."""
-    import tokenizers
-
-    flags = {token["content"]: token for token in content["added_tokens"]}
-    added = []
-    for text, i in special_ids.items():
-        token = {**FLAGS, **flags.get(text, {}), "id": i, "content": text, "special": text in marks}
-        if text in marks:  # a mark is found before a normalizer runs, and within a word
-            token |= {"content": marks[text], "normalized": False, "single_word": False}
-        added.append(token)
-    model = dict(content["model"])
-    vocab = model["vocab"]
-    if isinstance(vocab, list):  # Unigram
-        model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
-    else:
-        vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
-        # Added tokens must be in here: tokenizers would give others numbers of its own.
-        model["vocab"] = vocab | {t["content"]: t["id"] for t in added}
-        if model.get("unk_token") in marks:
-            model["unk_token"] = marks[model["unk_token"]]
-        # Drop merges that make a control token's text. A merge is a text "a b" or a pair.
-        model["merges"] = [
-            merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
-        ]
-    changed = {
-        "added_tokens": added,
-        "model": model,
-        # A trainer may have left settings here that would truncate or pad every text.
-        "truncation": None,
-        "padding": None,
-    }
-    text = json.dumps({**content, **changed}, ensure_ascii=False)
-    return call_tokenizers(tokenizers.Tokenizer.from_str, text)
 
 
 def call_tokenizers(function: Callable, *args: Any, **options: Any) -> Any:
@@ -1269,8 +1273,8 @@ def compile_template(template: str) -> Any:
 def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
     """The text that a template makes of variables, such as messages. Raises ValueError."""
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens, **variables}
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    variables |= {name: "" if i is None else tokenizer.pieces[i] for name, i in ids.items()}
+    for name, i in ("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id):
+        variables[name] = "" if i is None else tokenizer.pieces[i]
     try:
         return compile_template(template).render(**variables)
     except Exception as error:  # an expression in a template may raise anything
@@ -1470,10 +1474,11 @@ def chat(
     """
     template = find_template(tokenizer, template)
     ids = encode_chat(tokenizer, messages, template, continue_final_message)
-    ends = stop_ids(model, tokenizer, template)
+    stops = chat_stops(tokenizer, template)
+    ends = stop_ids(model, tokenizer).union(stops.ids)
     options = {"stop_ids": ends, "strip": not continue_final_message, **options}
     stream = stream_text(model, tokenizer, ids, stop, **options)
-    stream.stops += chat_stops(tokenizer, template).texts
+    stream.stops += stops.texts
     return stream
 
 
