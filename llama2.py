@@ -1605,7 +1605,8 @@ def load(
     Raises ValueError, also if it does not fit, or FileNotFoundError.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    limit = checkpoint.config.max_position_embeddings
+    config = checkpoint.config
+    limit = config.max_position_embeddings
     if not 1 <= context <= limit:
         raise ValueError(f"context {context}; expected 1 to {limit}, for which it was trained")
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
@@ -1619,8 +1620,8 @@ def load(
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
     model.vocab_size = tokenizer.vocab_size
-    more = ends_by_text(checkpoint.config, tokenizer)
-    model.config = replace(model.config, stop_token_ids=(*checkpoint.config.stop_token_ids, *more))
+    ends = *config.stop_token_ids, *ends_by_text(config, tokenizer)
+    model.config = replace(config, stop_token_ids=ends)
     model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
         # The kernels compute with float16; torch would convert the cache at each step.
@@ -1951,8 +1952,7 @@ def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
     On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
     once per machine, and quantised matrices are rearranged for kernels/gpu.py.
     """
-    open_kernels().accelerate(model, fast, compile)
-    return model
+    return open_kernels().accelerate(model, fast, compile)
 
 
 def load_kernels() -> Any:
@@ -2550,7 +2550,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], settings: tuple = ()) -> V
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
         strip = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-        vocabulary.model = sentencepiece_model(pieces, scores, types, prefix, strip)
+        vocabulary.model = sentencepiece_model(vocabulary, scores, prefix, strip)
         return vocabulary
     if metadata.get("tokenizer.ggml.pre") is None:
         raise ValueError(
@@ -2559,7 +2559,17 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], settings: tuple = ()) -> V
             " 'default'"
         )
     pre = require(metadata, "tokenizer.ggml.pre", PRE_TOKENIZERS)
-    vocabulary.model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
+    vocabulary.model = {
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
+        "decoder": PLAIN,
+        "model": {
+            "type": "BPE",
+            "vocab": {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED},
+            "merges": get("tokenizer.ggml.merges", list),
+            "ignore_merges": pre in LIKE_LLAMA_3,
+        },
+    }
     return vocabulary
 
 
@@ -2690,7 +2700,7 @@ def join_templates(default: str, tool_use: str) -> str:
     return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
-def read_tokenizer_json(path: Path) -> tuple[dict[int, tuple[str, int]], Vocabulary]:
+def read_tokenizer_json(path: Path) -> tuple[dict, Vocabulary]:
     """What a tokenizer.json says by itself: {id: (piece, type)}, and the rest as a Vocabulary.
 
     Raises ValueError.
@@ -2737,9 +2747,7 @@ def read_tokenizer_json(path: Path) -> tuple[dict[int, tuple[str, int]], Vocabul
     )
 
 
-def read_tokenizer_model(
-    path: Path, settings: Mapping[str, Any]
-) -> tuple[dict[int, tuple[str, int]], Vocabulary]:
+def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[dict, Vocabulary]:
     """The same of SentencePiece's tokenizer.model; `settings`: its tokenizer_config.json."""
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
@@ -2767,38 +2775,17 @@ def read_tokenizer_model(
     )
 
 
-def bpe_json(
-    pieces: Sequence[str], types: Sequence[int], pre: str, merges: Sequence[str]
-) -> dict[str, Any]:
-    """A tokenizer.json of byte-level BPE; `pre` is a name in PRE_TOKENIZERS."""
-    vocab = {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED}
-    return {
-        "added_tokens": [],
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": PRE_TOKENIZERS[pre],
-        },
-        "decoder": PLAIN,
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": merges,
-            "ignore_merges": pre in LIKE_LLAMA_3,
-        },
-    }
-
-
 def sentencepiece_model(
-    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], prefix: bool, strip: bool
+    vocabulary: Vocabulary, scores: Sequence[float], prefix: bool, strip: bool
 ) -> bytes:
     """A tokenizer.model of BPE. `prefix` and `strip`: whether it adds and strips spaces."""
     # model_type 2 (BPE), byte_fallback
-    trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])
+    trainer = bytes([0x18, 2, 0x98, 2, vocabulary.types.count(BYTE) == 256])
     normalizer = bytes([0x18, prefix, 0x20, strip])  # add_dummy_prefix, remove_extra_whitespaces
     # A piece: its text, its score (0x15: a float32) and its type (0x18).
     messages = [
         protobuf(1, protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t))
-        for piece, score, t in zip(pieces, scores, types)
+        for piece, score, t in zip(vocabulary.pieces, scores, vocabulary.types)
     ]
     return b"".join([protobuf(2, trainer), protobuf(3, normalizer), *messages])
 
@@ -3276,7 +3263,7 @@ SELF: Any = sys.modules.get(__name__)
 UNACCELERATED = types.SimpleNamespace(
     can_accelerate=lambda device: False,
     load_kernels=lambda: None,
-    accelerate=lambda model, fast, compile: None,
+    accelerate=lambda model, fast, compile: model,
     NativeLinear=QuantizedLinear,
     NativeEmbedding=QuantizedEmbedding,
     NativeBlock=Block,
