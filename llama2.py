@@ -2041,13 +2041,12 @@ def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     old_factor = get("llama.rope.scale_linear", float, 1.0)  # the key of old files
     factor = get("llama.rope.scaling.factor", float, old_factor)
-    is_scaled = metadata.get("llama.rope.scaling.type") != "none"
     config = {name: metadata.get(key) for name, key in GGUF_CONFIG.items()}
     config |= {
         "vocab_size": len(pieces),
         "head_dim": metadata.get("llama.attention.key_length"),
         "eos_token_id": ends + get("tokenizer.ggml.eos_token_ids", list, []),  # ollama writes these
-        "rope_type": "linear" if is_scaled else "default",
+        "rope_type": metadata.get("llama.rope.scaling.type", "linear"),
         "factor": factor or 1.0,  # converters write 0 for none
         "tie_word_embeddings": True,  # read_config() sees whether there is an output matrix
     }
@@ -2064,10 +2063,12 @@ def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
     is_llama = metadata.get("tokenizer.ggml.model") == "llama"
     pre = metadata.get("tokenizer.ggml.pre")
     default_bos = is_llama or (pre in LIKE_LLAMA_3 and pre != "minicpm5")
-    templates = (f"tokenizer.chat_template{name}" for name in ("", ".tool_use"))
     tokenizer_config = {
         "add_bos_token": get("tokenizer.ggml.add_bos_token", bool, default_bos),
-        "chat_template": join_templates(*(get(key, str, "") for key in templates)),
+        "chat_template": join_templates(
+            get("tokenizer.chat_template", str, ""),
+            get("tokenizer.chat_template.tool_use", str, ""),
+        ),
     }
     ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
     for name, key in SPECIAL_TOKENS.items():
@@ -2683,11 +2684,15 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         #    take the place of those here.
         template = settings.get("chat_template")
         named = {t["name"]: t["template"] for t in template} if isinstance(template, list) else {}
-        files = {name: folder / file for name, file in TEMPLATE_FILES.items()}
-        texts = {n: read_file(file).decode() for n, file in files.items() if file.exists()}
+        texts = {
+            name: read_file(folder / file).decode()
+            for name, file in TEMPLATE_FILES.items()
+            if (folder / file).exists()
+        }
         if named := texts or named:
-            templates = named.get("default", ""), named.get("tool_use", "")
-            settings["chat_template"] = join_templates(*templates)
+            settings["chat_template"] = join_templates(
+                named.get("default", ""), named.get("tool_use", "")
+            )
         return settings
 
 
