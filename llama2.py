@@ -842,7 +842,6 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
     return ids
 
 
-@torch.no_grad()
 def score(model: Llama, ids: Sequence[int]) -> Tensor:
     """The log-probability of each of T ids given the ids before it: float32 (T - 1,).
 
@@ -850,7 +849,7 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     that generate() refuses.
     """
     ids = check_ids(ids, model.config, model.config.max_position_embeddings)
-    cache = model.new_cache(len(ids))
+    cache = model.new_cache(len(ids))  # with a cache there are no gradients
     tokens = torch.tensor([ids], device=cache.k.device)  # (1, T)
     logprobs = [torch.empty(0, device="cpu")]  # torch.cat() needs one tensor, even for T = 1
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
@@ -1968,8 +1967,10 @@ def load_kernels() -> Any:
 def open_kernels() -> Any:
     """kernels/accelerate.py as a module; without the folder UNACCELERATED, with a warning."""
     if not KERNELS.is_dir():
-        problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
-        warnings.warn(f"models will be slow: {problem}", stacklevel=2)
+        warnings.warn(
+            f"models will be slow: {KERNELS} is missing; the folder belongs beside llama2.py",
+            stacklevel=2,
+        )
         return UNACCELERATED
     name = f"kernels_{id(SELF)}"  # a copy of this file opens a package of its own
     package = sys.modules[name] = types.ModuleType(name)
@@ -3294,7 +3295,7 @@ __all__ += ["DEFAULT_MODEL", "Parser", "in_range", "main"]
 # --------------------------------------------------------------------------------------------------
 # 18. Options
 
-DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
+DEFAULT_MODEL = KERNELS.parent / "models" / "stories.gguf"
 TEXT_TOKENS = 256  # of a text without --max-new-tokens
 CHAT_TOKENS = 1024  # of an answer without --max-new-tokens; /more goes on
 CHAT_CONTEXT = 8192  # the longest context of a chat without --context; a file may name any number
@@ -3360,7 +3361,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model",
         "-m",
         metavar="PATH",
-        default=str(DEFAULT_MODEL),
+        default=DEFAULT_MODEL,
         help="a .gguf file, a directory, an installed package, or ORG/NAME of the Hugging Face hub"
         " (default: a small model that tells stories)",
     )
@@ -3526,7 +3527,7 @@ def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
 # --------------------------------------------------------------------------------------------------
 # 19. What is printed
 
-write = functools.partial(print, end="", flush=True)  # print to stdout at once, without a new line
+write = functools.partial(print, end="", flush=True)  # print at once, without a new line
 
 
 def note(text: str, quiet: bool = False) -> None:
@@ -3663,7 +3664,7 @@ def read_question() -> str | None:
         try:
             if sys.stdout.isatty():
                 return input("> ")  # with readline
-            print("> ", end="", file=sys.stderr, flush=True)  # stdout gets the answers only
+            write("> ", file=sys.stderr)  # stdout gets the answers only
             return input()
         except (EOFError, KeyboardInterrupt) as end:
             note("")  # ends the line that "> " begins
