@@ -585,7 +585,8 @@ __all__ += [
 # --------------------------------------------------------------------------------------------------
 # 9. Sampling
 
-# The lowest and the highest value of each number, in the order in which part IV reports them.
+# The lowest and the highest value of each number, in the order in which part IV reports them. Where
+# they are ints, the number must be one.
 SAMPLING_LIMITS = {
     "penalty_last_n": (-1, 2**31),
     "repetition_penalty": (0.01, 100.0),
@@ -1283,7 +1284,7 @@ def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
-def map_texts(variables: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def map_texts(variables: Mapping, change: Callable[[str], str]) -> dict:
     """A copy of variables (texts, numbers, None, lists and mappings of these) in which each text is
     changed, keys of mappings included.
     """
@@ -1295,7 +1296,7 @@ def map_texts(variables: Mapping[str, Any], change: Callable[[str], str]) -> dic
     return dict(zip(variables, json.loads(changed)))
 
 
-def check_messages(variables: Mapping[str, Any]) -> set[str]:
+def check_messages(variables: Mapping) -> set[str]:
     """The roles and names in messages and tools, except ROLES. Raises ValueError, AttributeError or
     TypeError for malformed messages.
     """
@@ -1314,7 +1315,7 @@ def check_messages(variables: Mapping[str, Any]) -> set[str]:
 
 
 def write_chat(
-    tokenizer: Tokenizer, template: str, variables: Mapping[str, Any], names: Collection[str]
+    tokenizer: Tokenizer, template: str, variables: Mapping, names: Collection[str]
 ) -> str:
     """The text that a template makes of the variables, with marks for its own control tokens.
 
@@ -1730,9 +1731,9 @@ class Checkpoint:
     recommended: Mapping = field(default_factory=dict)  # what generation_config.json says
 
     @functools.cached_property
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict:
         """The fields of Sampling that are recommended. A warning names what is not followed."""
-        followed: dict[str, Any] = {}
+        followed: dict = {}
         ignored = []
         # These values change nothing: 0, 1, and a limit on tokens that is the context's own.
         unchanged = 0, 1, self.config.max_position_embeddings
@@ -2032,7 +2033,7 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
+def gguf_settings(metadata: Mapping) -> tuple[dict, dict, dict]:
     """The settings in a GGUF file's metadata, as config.json, generation_config.json and
     tokenizer_config.json would have them. Raises ValueError.
     """
@@ -2095,7 +2096,7 @@ class GGUF:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.metadata: dict[str, Any] = {}
+        self.metadata: dict = {}
         self.weights: dict[str, Weight] = {}
         path = Path(path)
         with naming(path):
@@ -2217,7 +2218,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     )
 
 
-def hf_settings(folder: Path) -> dict[str, Any]:
+def hf_settings(folder: Path) -> dict:
     """config.json, with transformers' defaults for what it leaves out. Raises ValueError."""
     path = folder / "config.json"
     with naming(path):
@@ -2277,7 +2278,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     return weights
 
 
-def rename_from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
+def rename_from_hf(tensors: Mapping, reorder: Callable[[Any], Any]) -> dict:
     """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes the rows of
     q_proj and k_proj (and of norms of q and k, which Llama does not have).
     """
@@ -2298,7 +2299,7 @@ def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str,
     return rename_from_hf(state, functools.partial(rows_from_hf, head_dim=config.head_dim))
 
 
-def read_config(settings: Mapping[str, Any], has_output: bool) -> Config:
+def read_config(settings: Mapping, has_output: bool) -> Config:
     """The Config that config.json describes. Raises ValueError.
 
     In `settings`, "eos_token_id" is a list. `has_output`: whether the file has an output matrix.
@@ -2309,7 +2310,7 @@ def read_config(settings: Mapping[str, Any], has_output: bool) -> Config:
     # Read the fields of Config that GGUF_CONFIG names. Config's default shows the type of each, and
     # stands for what is missing, unless that is REQUIRED. num_key_value_heads has another default,
     # which `values` holds until its turn comes.
-    values: dict[str, Any] = {"num_key_value_heads": settings.get("num_attention_heads")}
+    values: dict = {"num_key_value_heads": settings.get("num_attention_heads")}
     for name in GGUF_CONFIG:
         usual = getattr(Config, name)
         default = values.get(name, None if name in REQUIRED else usual)
@@ -2397,7 +2398,7 @@ def require(settings: Mapping, key: str, accepted: Collection) -> Any:
     return value
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict:
     """The JSON object in a file; {} if there is no file. Raises ValueError for anything else."""
     with naming(path):
         content = json.loads(read_file(path)) if path.exists() else {}
@@ -2521,7 +2522,7 @@ def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
 Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
-def vocabulary_from_gguf(metadata: Mapping[str, Any], settings: tuple = ()) -> Vocabulary:
+def vocabulary_from_gguf(metadata: Mapping, settings: tuple = ()) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. `settings`: those of gguf_settings(). Raises
     ValueError.
     """
@@ -2622,7 +2623,7 @@ def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
 
 def make_vocabulary(
     raw: Vocabulary,
-    settings: Mapping[str, Any],
+    settings: Mapping,
     ids: Mapping[str, int],
     ends: Iterable[int],
     kinds: Collection[int],
@@ -2668,7 +2669,7 @@ def make_vocabulary(
     )
 
 
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> dict:
     """tokenizer_config.json, and what stands in other files instead. Raises ValueError."""
     with naming(folder / "tokenizer_config.json"):
         # 1. The tokens. Before transformers 4.34, two other files had the added tokens and some of
@@ -2753,7 +2754,7 @@ def read_tokenizer_json(path: Path) -> tuple[dict, Vocabulary]:
     )
 
 
-def read_tokenizer_model(path: Path, settings: Mapping[str, Any]) -> tuple[dict, Vocabulary]:
+def read_tokenizer_model(path: Path, settings: Mapping) -> tuple[dict, Vocabulary]:
     """The same of SentencePiece's tokenizer.model; `settings`: its tokenizer_config.json."""
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
