@@ -1784,8 +1784,8 @@ class Plan(NamedTuple):
 
 def plan_loading(
     checkpoint: Checkpoint,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | str = "float32",
+    device: torch.device | str,
+    dtype: torch.dtype | str,
     trainable: bool = False,
     compile: bool | None = None,
 ) -> Plan:
@@ -1807,7 +1807,7 @@ def plan_loading(
 
     # 2. The dtype of activations. "auto" runs no bfloat16 in float16, which might overflow.
     dtype_name = str(dtype).removeprefix("torch.")
-    accepted = ["float32"] if trainable else ["auto", *DTYPES]
+    accepted = ["float32"] if trainable else DTYPES
     if dtype_name not in accepted:
         raise ValueError(f"dtype is {dtype_name!r:.60}; expected {' or '.join(accepted)}")
     if dtype_name != "auto":
@@ -3016,7 +3016,7 @@ class Bits(NamedTuple):
 
 
 LARGE = 2**26  # bytes of weights; for larger models, kernels are compiled and may round
-DTYPES = "float32", "bfloat16", "float16"
+DTYPES = "auto", "float32", "bfloat16", "float16"
 CHUNK = 2**20  # weights to dequantise at a time, few enough to stay in the CPU's cache
 LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokenizer.json has 2**24
 
@@ -3449,7 +3449,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--dtype",
-        choices=("auto", *DTYPES),
+        choices=DTYPES,
         default="auto",
         help="of activations; auto is fastest; on a CPU, bfloat16 and float16 are slow",
     )
