@@ -3076,15 +3076,18 @@ lm_head                   output""")
 # A GGUF file is a Hugging Face folder in one file: the names of settings in config.json,
 # generation_config.json and tokenizer_config.json -> their keys in GGUF. vocab_size is the number
 # of tokens there; llama2.py alone knows the key of stop_strings; "seperator" is GGUF's.
-GGUF_CONFIG = table("""\
+# A file must have those that come first. (Config's defaults for them are Llama 2 7B's.)
+REQUIRED = table("""\
 hidden_size              llama.embedding_length
 intermediate_size        llama.feed_forward_length
 num_hidden_layers        llama.block_count
 num_attention_heads      llama.attention.head_count
-num_key_value_heads      llama.attention.head_count_kv
 vocab_size               tokenizer.ggml.tokens
 max_position_embeddings  llama.context_length
-rms_norm_eps             llama.attention.layer_norm_rms_epsilon
+rms_norm_eps             llama.attention.layer_norm_rms_epsilon""")
+
+GGUF_CONFIG = REQUIRED | table("""\
+num_key_value_heads      llama.attention.head_count_kv
 rope_theta               llama.rope.freq_base
 bos_token_id             tokenizer.ggml.bos_token_id
 eos_token_id             tokenizer.ggml.eos_token_id""")
@@ -3107,12 +3110,6 @@ pad_token   tokenizer.ggml.padding_token_id
 sep_token   tokenizer.ggml.seperator_token_id
 cls_token   tokenizer.ggml.cls_token_id
 mask_token  tokenizer.ggml.mask_token_id""")
-
-# The settings that a file must have. (Config's defaults for them are Llama 2 7B's.)
-REQUIRED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-    "max_position_embeddings", "rms_norm_eps"
-)  # fmt: skip
 
 # What else a generation_config.json has: ids, how to compute, what is returned, how to search by
 # several beams or with a second model. A warning names all that is neither here nor followed.
