@@ -942,6 +942,9 @@ BYTES = {
     for byte in range(256)
 }
 
+# What an added token has in a tokenizer.json, unless that says otherwise.
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
 
 @dataclass(eq=False)
 class Vocabulary:
@@ -973,10 +976,6 @@ class Vocabulary:
     prepend_scheme: str = "start"
     chat_template: str = ""
     special_tokens: dict[str, str] = field(default_factory=dict)
-
-
-# What an added token has in a tokenizer.json, unless that says otherwise.
-FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
 class Tokenizer(Vocabulary):
@@ -1021,48 +1020,6 @@ class Tokenizer(Vocabulary):
             self.engine = self.open_tokenizers()
         self.byte_level = not self.is_sentencepiece and "ByteLevel" in json.dumps(model["decoder"])
         self.strips_space = self.prepend_scheme != "never" and not self.byte_level
-
-    def open_tokenizers(self) -> Any:
-        """The engine of tokenizers, with marks for the texts of control tokens. Raises ValueError."""
-        import tokenizers
-
-        marks = self.marks
-        flags = {token["content"]: token for token in self.model["added_tokens"]}
-        added = []
-        for text, i in self.special_ids.items():
-            token = {
-                **FLAGS,
-                **flags.get(text, {}),
-                "id": i,
-                "content": text,
-                "special": text in marks,
-            }
-            if text in marks:  # a mark is found before a normalizer runs, and within a word
-                token |= {"content": marks[text], "normalized": False, "single_word": False}
-            added.append(token)
-        model = dict(self.model["model"])
-        vocab = model["vocab"]
-        if isinstance(vocab, list):  # Unigram
-            model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
-        else:
-            vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
-            # Added tokens must be in here: tokenizers would give others numbers of its own.
-            model["vocab"] = vocab | self.marked_ids
-            if model.get("unk_token") in marks:
-                model["unk_token"] = marks[model["unk_token"]]
-            # Drop merges that make a control token's text. A merge is a text "a b" or a pair.
-            model["merges"] = [
-                merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
-            ]
-        changed = {
-            "added_tokens": added,
-            "model": model,
-            # A trainer may have left settings here that would truncate or pad every text.
-            "truncation": None,
-            "padding": None,
-        }
-        text = json.dumps({**self.model, **changed}, ensure_ascii=False)
-        return call_tokenizers(tokenizers.Tokenizer.from_str, text)
 
     def encode(
         self, text: str, bos: bool | None = None, first: bool = True, parse_special: bool = False
@@ -1147,6 +1104,48 @@ class Tokenizer(Vocabulary):
         if piece_type == NORMAL and BYTES.keys() >= {*text}:
             return bytes(map(BYTES.__getitem__, text))
         return text.encode()
+
+    def open_tokenizers(self) -> Any:
+        """The engine of tokenizers, with marks for the texts of control tokens. Raises ValueError."""
+        import tokenizers
+
+        marks = self.marks
+        flags = {token["content"]: token for token in self.model["added_tokens"]}
+        added = []
+        for text, i in self.special_ids.items():
+            token = {
+                **FLAGS,
+                **flags.get(text, {}),
+                "id": i,
+                "content": text,
+                "special": text in marks,
+            }
+            if text in marks:  # a mark is found before a normalizer runs, and within a word
+                token |= {"content": marks[text], "normalized": False, "single_word": False}
+            added.append(token)
+        model = dict(self.model["model"])
+        vocab = model["vocab"]
+        if isinstance(vocab, list):  # Unigram
+            model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
+        else:
+            vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
+            # Added tokens must be in here: tokenizers would give others numbers of its own.
+            model["vocab"] = vocab | self.marked_ids
+            if model.get("unk_token") in marks:
+                model["unk_token"] = marks[model["unk_token"]]
+            # Drop merges that make a control token's text. A merge is a text "a b" or a pair.
+            model["merges"] = [
+                merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
+            ]
+        changed = {
+            "added_tokens": added,
+            "model": model,
+            # A trainer may have left settings here that would truncate or pad every text.
+            "truncation": None,
+            "padding": None,
+        }
+        text = json.dumps({**self.model, **changed}, ensure_ascii=False)
+        return call_tokenizers(tokenizers.Tokenizer.from_str, text)
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern:
