@@ -1057,7 +1057,7 @@ class Tokenizer(Vocabulary):
             return call_tokenizers(self.engine.encode, text, add_special_tokens=False).ids
         scheme = self.prepend_scheme
         add_space = first and scheme != "never"  # in front of the next segment of text
-        ids: list[int] = []
+        ids = []
         for segment in filter(None, self.marked_pattern.split(text)):
             if segment in self.marked_ids:
                 ids.append(self.marked_ids[segment])
@@ -1683,7 +1683,7 @@ def find_model(name: str) -> Path:
         raise ValueError(printable(f"{name}: no such file, and {reason}")) from error
 
 
-def locate(names: Iterable[str], fetch: Callable[..., Any], source: str, pattern: str = "") -> Path:
+def locate(names: Iterable[str], fetch: Callable, source: str, pattern: str = "") -> Path:
     """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
 
     fetch(allow_patterns=...) downloads files if need be, and returns their folder. `pattern` must
@@ -1732,7 +1732,7 @@ class Checkpoint:
     @functools.cached_property
     def sampling(self) -> dict:
         """The fields of Sampling that are recommended. A warning names what is not followed."""
-        followed: dict = {}
+        followed = {}
         ignored = []
         # These values change nothing: 0, 1, and a limit on tokens that is the context's own.
         unchanged = 0, 1, self.config.max_position_embeddings
@@ -1932,7 +1932,7 @@ def build_model(
             layer_class = QuantizedEmbedding if module == "embed_tokens" else QuantizedLinear
             model.set_submodule(module, layer_class(rows.to(device), ggml_type, dtype))
     if checkpoint.config.tie_word_embeddings:
-        embedding: Any = model.embed_tokens
+        embedding = model.embed_tokens
         if isinstance(embedding, Quantized):
             model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
         else:
@@ -2126,7 +2126,7 @@ class GGUF:
             # 3. The name, type, shape and place of each tensor. gguf knows all types, but importing
             #    it takes 0.1 s.
             type_names = {ggml_type.number: name for name, ggml_type in GGML_TYPES.items()}
-            infos: dict[str, tuple] = {}
+            infos = {}
             for _ in range(tensor_count):
                 [name] = self.values(GGUF_STRING)
                 with naming(name):
@@ -2277,7 +2277,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     return weights
 
 
-def rename_from_hf(tensors: Mapping, reorder: Callable[[Any], Any]) -> dict:
+def rename_from_hf(tensors: Mapping, reorder: Callable) -> dict:
     """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes the rows of
     q_proj and k_proj (and of norms of q and k, which Llama does not have).
     """
@@ -2444,7 +2444,7 @@ class MappedFile:
             raise ValueError("not a regular file")
         with path.open("rb") as file:
             # With either option, changes in memory do not reach the file.
-            options: Any = {"access": mmap.ACCESS_COPY}
+            options = {"access": mmap.ACCESS_COPY}
             if sys.platform == "linux":
                 # 0x4000 is MAP_NORESERVE. Without it, Linux would refuse to map a file that is
                 # larger than the memory, because all of it could be changed.
@@ -3174,7 +3174,7 @@ END_TEXT = (
 )
 
 # Steps of the pre_tokenizer in a tokenizer.json.
-DIGITS: Any = {"type": "Digits", "individual_digits": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
 
 # Both write bytes as characters. The first also cuts a text into words, as GPT-2 does.
 GPT_2: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -3182,7 +3182,7 @@ PLAIN = GPT_2 | {"use_regex": False}
 
 # Cuts a text into the matches of an expression and what is between them. PRE_TOKENIZERS adds the
 # expression.
-SPLIT: Any = {"type": "Split", "behavior": "Isolated", "invert": False}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 
 LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white space
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -3225,7 +3225,7 @@ CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
 # those of llama.cpp. The steps are those of the models' own tokenizer.json, because llama.cpp's
 # expressions differ from them in details. A string here is the expression of a SPLIT.
-PRE_TOKENIZERS: dict[str, list[Any]] = {
+PRE_TOKENIZERS = {
     name: [
         SPLIT | {"pattern": {"Regex": step}} if isinstance(step, str) else step for step in steps
     ]
@@ -3795,9 +3795,7 @@ def run(args: argparse.Namespace, load: Callable) -> int:
     return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
 
 
-def main(
-    argv: Sequence[str] | None = None, load: Callable[..., tuple[Llama, Tokenizer]] = load
-) -> int:
+def main(argv: Sequence[str] | None = None, load: Callable = load) -> int:
     """Run the command line; returns the exit status. examples/ranks.py passes its own `load`."""
     for name, mode in zip(("stdin", "stdout", "stderr"), "rww"):
         if getattr(sys, name) is None:  # it was closed, as by `<&-`
