@@ -1280,7 +1280,7 @@ def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
         raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ROLES = "system", "developer", "user", "assistant", "tool", "function", "ipython"
 
 
 def map_texts(variables: Mapping, change: Callable[[str], str]) -> dict:
@@ -3624,7 +3624,7 @@ def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> st
     return ", ".join(settings)
 
 
-def describe_run(generations: list[Generation], device: torch.device) -> str:
+def describe_run(generations: list[Generation]) -> str:
     """The last line of a run: speed, memory, and why it stopped."""
     prompt_tokens = sum(generation.prompt_tokens for generation in generations)
     new_tokens = sum(len(generation.new_ids) for generation in generations)
@@ -3636,7 +3636,7 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
     report += f"; generated {new_tokens} tokens"
     if step_seconds:  # each gave one token, the stop token included
         report += f", {len(step_seconds) / sum(step_seconds):.1f} tokens/s"
-    if peak := peak_memory(device):
+    if peak := peak_memory(generations[0].cache.k.device):
         report += f"; peak memory {peak / 1e9:.2f} GB"
     return f"{report}; stopped: {generations[-1].stop_reason}"
 
@@ -3789,7 +3789,7 @@ def run(args: argparse.Namespace, load: Callable) -> int:
         show(stream)
         generations = [stream.generation]
     if generations:
-        report = describe_run(generations, model.norm.weight.device)
+        report = describe_run(generations)
         report += f"; {describe_sampling(sampling, checkpoint.sampling, given)}"
         note(f"load {load_seconds:.2f} s, {threads}; {report}", args.quiet)
     return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
@@ -3800,7 +3800,7 @@ def main(argv: Sequence[str] | None = None, load: Callable = load) -> int:
     for name, mode in zip(("stdin", "stdout", "stderr"), "rww"):
         if getattr(sys, name) is None:  # it was closed, as by `<&-`
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
+    for stream in sys.stdout, sys.stderr:
         if isinstance(stream, io.TextIOWrapper):  # escape what it cannot encode
             stream.reconfigure(errors="backslashreplace")
     gc.freeze()  # a collection would look through all of torch's objects, which never die
@@ -3826,7 +3826,7 @@ def main(argv: Sequence[str] | None = None, load: Callable = load) -> int:
     except (ValueError, OSError, MemoryError, RuntimeError) as error:  # torch's: out of memory
         return fail(error)
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in sys.stdout, sys.stderr:
             try:
                 stream.flush()
             except OSError:  # a full disk or a closed pipe would raise again when Python exits
