@@ -1692,7 +1692,7 @@ def locate(names: Iterable[str], fetch: Callable, source: str, pattern: str = ""
     # 1. A Hugging Face directory, unless a GGUF file is asked for.
     names = sorted(names)
     if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
-        folder = Path(fetch(allow_patterns=HF_FILES))
+        folder = Path(fetch(allow_patterns=["*.json", "*.jinja", "tokenizer.model"]))
         hf_settings(folder)  # refuses a model before its weights are downloaded
         fetch(allow_patterns=[WEIGHTS] if WEIGHTS in names else weight_files(folder))
         return folder
@@ -2094,10 +2094,9 @@ class GGUF:
     gguf.GGUFReader does the same, but takes seconds.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: Path) -> None:
         self.metadata: dict = {}
         self.weights: dict[str, Weight] = {}
-        path = Path(path)
         with naming(path):
             # 1. The head: magic, version, and two counts.
             file = MappedFile(path)
@@ -3151,9 +3150,6 @@ HUB_NAME = r"([\w.-]+/[\w.-]+(?<!\.gguf))(?:@([\w./-]+?))?(?::([\w-]+)|/([\w./-]
 # The name of a GGUF file that is a model, or its first split. An imatrix file is not a model, but a
 # model's name may mention one, beside a type such as Q4_0.
 GGUF_FILE = r"(?i)(?!.*mmproj|(?!.*q\d).*imatrix|.*-(?!00001)\d{5}-of-\d{5}\.gguf$).*\.gguf"
-
-# The files of a Hugging Face directory that are read, besides the weights.
-HF_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 
 CONVERT = (
     "python examples/convert.py FOLDER OUT.gguf (a hub's: hf download ORG/NAME --local-dir FOLDER)"
