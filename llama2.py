@@ -743,8 +743,7 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
     # The last token always runs, for its logits.
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
     cache.truncate(start)
-    device = model.norm.weight.device
-    for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
+    for chunk in tokens[:, start:].to(model.norm.weight.device).split(PREFILL_CHUNK, dim=1):
         logits = model(chunk, cache)
     return logits
 
@@ -2651,8 +2650,9 @@ def make_vocabulary(
     # 2. The types. BOS and EOS are control tokens whatever a file calls them. A user-defined token
     #    may end a text, too, by what it is called (END_TEXT).
     types = [*raw.types]
-    defined = [text for text, t in zip(raw.pieces, types) if t == USER_DEFINED]
-    ends = {*ends, *(id_of[text] for text in defined if re.fullmatch(END_TEXT, text))}
+    for i, (text, piece_type) in enumerate(zip(raw.pieces, raw.types)):
+        if piece_type == USER_DEFINED and re.fullmatch(END_TEXT, text):
+            types[i] = CONTROL
     for i in {*ids.values(), *ends} & {*range(len(types))}:
         if types[i] in kinds or i in (bos_id, eos_id):
             types[i] = CONTROL
@@ -2675,9 +2675,9 @@ def read_tokenizer_config(folder: Path) -> dict:
         settings = read_json(folder / "tokenizer_config.json")
         if settings.get("added_tokens_decoder") is None:
             settings |= read_json(folder / "special_tokens_map.json")
-            added = read_json(folder / "added_tokens.json").items()
             settings["added_tokens_decoder"] = {
-                i: {"content": text, "special": True} for text, i in added
+                i: {"content": text, "special": True}
+                for text, i in read_json(folder / "added_tokens.json").items()
             }
 
         # 2. The chat template, or a list of templates with names. Templates in files of their own
