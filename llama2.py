@@ -1136,14 +1136,15 @@ class Tokenizer(Vocabulary):
             model["merges"] = [
                 merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
             ]
-        changed = {
+        content = {
+            **self.model,
             "added_tokens": added,
             "model": model,
             # A trainer may have left settings here that would truncate or pad every text.
             "truncation": None,
             "padding": None,
         }
-        text = json.dumps({**self.model, **changed}, ensure_ascii=False)
+        text = json.dumps(content, ensure_ascii=False)
         return call_tokenizers(tokenizers.Tokenizer.from_str, text)
 
 
@@ -3255,7 +3256,7 @@ LIKE_LLAMA_3 = (
 
 # kernels/ is a package that is opened by its path, when a model has a use for it. It imports what
 # this file defines from `.llama2`, whatever the name of this file's module is.
-KERNELS = Path(__file__).resolve().parent / "kernels"
+KERNELS = Path(__file__).resolve().with_name("kernels")
 SELF: Any = sys.modules.get(__name__)
 
 # What takes its place where the folder is missing.
