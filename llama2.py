@@ -881,7 +881,7 @@ class TextStream(Iterator[str]):
         strip: bool = False,
         **options: Any,
     ) -> None:
-        options = {"stop_ids": stop_ids(model, tokenizer), **options}
+        options.setdefault("stop_ids", stop_ids(model, tokenizer))
         self.generation = Generation(model, ids, **options)
         self.stops = list_of_texts("stop", stop)
         self.stops += list_of_texts("stop_strings", self.generation.sampling.stop_strings)
@@ -1332,7 +1332,8 @@ def write_chat(
     `names`, and to names that the template looks up or compares.
     """
     # Both are new each time: a template may show a message to someone, with the fences in it.
-    fence, end = (f"~{secrets.randbelow(10**18)}~" for _ in range(2))
+    fence = f"~{secrets.randbelow(10**18)}~"
+    end = f"~{secrets.randbelow(10**18)}~"
     first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
     # A template opens a bracket right before a quotation mark, "{" or "%", as in '<' + key,
     # <{{ key }}> and '<%s>'.
@@ -1408,8 +1409,11 @@ def encode_chat(
         is_safe = bool(re.fullmatch("[A-Za-z0-9_.-]+", name))
         looks_like_one = name.lower() in tokenizer.control_texts.lower()
         if is_safe and (looks_like_one or tokenizer.borders_control(name)):
-            new = {name: re.sub("[A-Za-z0-9]", "\u00f8", name)}
-            renamed = map_texts(variables, lambda text: new.get(text.strip(), text))  # noqa: B023
+            innocent = re.sub("[A-Za-z0-9]", "\u00f8", name)
+            renamed = map_texts(
+                variables,
+                lambda text: innocent if text.strip() == name else text,  # noqa: B023
+            )
             other = write_chat(tokenizer, template, renamed, names)
             is_safe = re.findall(marks, other) == re.findall(marks, text)
         if not is_safe:
