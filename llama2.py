@@ -2310,13 +2310,13 @@ def read_config(settings: Mapping, has_output: bool) -> Config:
     ends = [i for i in dict.fromkeys(settings["eos_token_id"]) if i is not None]
     settings = {**settings, "eos_token_id": ends[0] if ends else None}
     # Read the fields of Config that GGUF_CONFIG names. Config's default shows the type of each, and
-    # stands for what is missing, unless that is REQUIRED. num_key_value_heads has another default,
-    # which `values` holds until its turn comes.
-    values: dict = {"num_key_value_heads": settings.get("num_attention_heads")}
+    # stands for what is missing, except for these: what is REQUIRED has no default.
+    defaults = dict.fromkeys(REQUIRED)
+    defaults["num_key_value_heads"] = settings.get("num_attention_heads")
+    values: dict = {}
     for name in GGUF_CONFIG:
         usual = getattr(Config, name)
-        default = values.get(name, None if name in REQUIRED else usual)
-        values[name] = get_typed(settings, name, type(usual), default)
+        values[name] = get_typed(settings, name, type(usual), defaults.get(name, usual))
     if settings["rope_type"] == "linear":
         values["rope_scaling_factor"] = get_typed(settings, "factor", float)
     is_tied = get_typed(settings, "tie_word_embeddings", bool, False)
