@@ -1921,9 +1921,14 @@ def build_model(
 
     with torch.device("meta"):  # without memory: each parameter is replaced below
         model = Llama(checkpoint.config)
-    weights = checkpoint.weights.items()
-    is_off = None if progress else True  # None: tqdm shows a bar if stderr is a terminal
-    for name, weight in tqdm(weights, "loading", leave=False, disable=is_off, unit="tensor"):
+    bar = tqdm(
+        checkpoint.weights.items(),
+        "loading",
+        leave=False,
+        disable=not progress or None,  # None: tqdm shows a bar if stderr is a terminal
+        unit="tensor",
+    )
+    for name, weight in bar:
         module = name.removesuffix(".weight")
         ggml_type = None if unpack else weight.kept_type(dtype)
         with naming(f"{checkpoint.path}: {name}"):
