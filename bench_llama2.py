@@ -987,7 +987,7 @@ def parse_args(argv):
     add("--rounds", **number(5), help="default: 5")
     add("--compile", action=argparse.BooleanOptionalAction)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("auto", *llama2.DTYPES), default="auto")
+    add("--dtype", choices=llama2.DTYPES, default="auto")
     add("--json", **output, help="write the result there as well")
     return parser.parse_args(argv)
 

@@ -585,7 +585,8 @@ __all__ += [
 # --------------------------------------------------------------------------------------------------
 # 9. Sampling
 
-# The lowest and the highest value of each number, in the order in which part IV reports them.
+# The lowest and the highest value of each number, in the order in which part IV reports them. Where
+# they are ints, the number must be one.
 SAMPLING_LIMITS = {
     "penalty_last_n": (-1, 2**31),
     "repetition_penalty": (0.01, 100.0),
@@ -742,8 +743,7 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
     # The last token always runs, for its logits.
     start = min(cache.common_prefix(tokens), tokens.shape[1] - 1)
     cache.truncate(start)
-    device = model.norm.weight.device
-    for chunk in tokens[:, start:].to(device).split(PREFILL_CHUNK, dim=1):
+    for chunk in tokens[:, start:].to(model.norm.weight.device).split(PREFILL_CHUNK, dim=1):
         logits = model(chunk, cache)
     return logits
 
@@ -842,7 +842,6 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
     return ids
 
 
-@torch.no_grad()
 def score(model: Llama, ids: Sequence[int]) -> Tensor:
     """The log-probability of each of T ids given the ids before it: float32 (T - 1,).
 
@@ -850,7 +849,7 @@ def score(model: Llama, ids: Sequence[int]) -> Tensor:
     that generate() refuses.
     """
     ids = check_ids(ids, model.config, model.config.max_position_embeddings)
-    cache = model.new_cache(len(ids))
+    cache = model.new_cache(len(ids))  # with a cache there are no gradients
     tokens = torch.tensor([ids], device=cache.k.device)  # (1, T)
     logprobs = [torch.empty(0, device="cpu")]  # torch.cat() needs one tensor, even for T = 1
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
@@ -942,6 +941,9 @@ BYTES = {
     for byte in range(256)
 }
 
+# What an added token has in a tokenizer.json, unless that says otherwise.
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
 
 @dataclass(eq=False)
 class Vocabulary:
@@ -1000,6 +1002,8 @@ class Tokenizer(Vocabulary):
                 self.special_ids[piece] = i
                 if self.types[i] == CONTROL:
                     self.marks[piece] = f"{self.secret}{piece}{self.secret}"
+        # What stands for a special token in a text with marks -> its id.
+        self.marked_ids = {self.marks.get(s, s): i for s, i in self.special_ids.items()}
         self.control_pattern = any_of(self.marks)
         # All texts of control tokens in one string, which can be searched quickly.
         self.control_texts = "\0".join(["", *self.marks, ""])
@@ -1010,11 +1014,9 @@ class Tokenizer(Vocabulary):
             # A second engine that adds no space at the start. Fields appended to a protobuf message
             # override earlier ones; this is normalizer_spec { add_dummy_prefix: false }.
             self.engine_no_prefix = open_sentencepiece(model + b"\x1a\x02\x18\x00")
-            # In a text with marks, what stands for a special token -> its id.
-            self.marked_ids = {self.marks.get(s, s): i for s, i in self.special_ids.items()}
             self.marked_pattern = any_of(self.marked_ids)
         else:
-            self.engine = open_tokenizers(model, self.special_ids, self.marks)
+            self.engine = self.open_tokenizers()
         self.byte_level = not self.is_sentencepiece and "ByteLevel" in json.dumps(model["decoder"])
         self.strips_space = self.prepend_scheme != "never" and not self.byte_level
 
@@ -1054,7 +1056,7 @@ class Tokenizer(Vocabulary):
             return call_tokenizers(self.engine.encode, text, add_special_tokens=False).ids
         scheme = self.prepend_scheme
         add_space = first and scheme != "never"  # in front of the next segment of text
-        ids: list[int] = []
+        ids = []
         for segment in filter(None, self.marked_pattern.split(text)):
             if segment in self.marked_ids:
                 ids.append(self.marked_ids[segment])
@@ -1102,6 +1104,49 @@ class Tokenizer(Vocabulary):
             return bytes(map(BYTES.__getitem__, text))
         return text.encode()
 
+    def open_tokenizers(self) -> Any:
+        """The engine of tokenizers, with marks for the texts of control tokens. Raises ValueError."""
+        import tokenizers
+
+        marks = self.marks
+        flags = {token["content"]: token for token in self.model["added_tokens"]}
+        added = []
+        for text, i in self.special_ids.items():
+            token = {
+                **FLAGS,
+                **flags.get(text, {}),
+                "id": i,
+                "content": text,
+                "special": text in marks,
+            }
+            if text in marks:  # a mark is found before a normalizer runs, and within a word
+                token |= {"content": marks[text], "normalized": False, "single_word": False}
+            added.append(token)
+        model = dict(self.model["model"])
+        vocab = model["vocab"]
+        if isinstance(vocab, list):  # Unigram
+            model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
+        else:
+            vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
+            # Added tokens must be in here: tokenizers would give others numbers of its own.
+            model["vocab"] = vocab | self.marked_ids
+            if model.get("unk_token") in marks:
+                model["unk_token"] = marks[model["unk_token"]]
+            # Drop merges that make a control token's text. A merge is a text "a b" or a pair.
+            model["merges"] = [
+                merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
+            ]
+        content = {
+            **self.model,
+            "added_tokens": added,
+            "model": model,
+            # A trainer may have left settings here that would truncate or pad every text.
+            "truncation": None,
+            "padding": None,
+        }
+        text = json.dumps(content, ensure_ascii=False)
+        return call_tokenizers(tokenizers.Tokenizer.from_str, text)
+
 
 def any_of(texts: Iterable[str]) -> re.Pattern:
     """A pattern that matches any of these texts, and the longest if several match.
@@ -1114,48 +1159,6 @@ def any_of(texts: Iterable[str]) -> re.Pattern:
         for _, group in groupby(sorted(texts, reverse=True), lambda text: text[:3])
     )
     return re.compile(f"({'|'.join(branches) or '(?!)'})")
-
-
-# What an added token has in a tokenizer.json, unless that says otherwise.
-FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-
-
-def open_tokenizers(
-    content: Mapping[str, Any], special_ids: Mapping[str, int], marks: Mapping[str, str]
-) -> Any:
-    """The engine of tokenizers, with marks for the texts of control tokens. Raises ValueError."""
-    import tokenizers
-
-    flags = {token["content"]: token for token in content["added_tokens"]}
-    added = []
-    for text, i in special_ids.items():
-        token = {**FLAGS, **flags.get(text, {}), "id": i, "content": text, "special": text in marks}
-        if text in marks:  # a mark is found before a normalizer runs, and within a word
-            token |= {"content": marks[text], "normalized": False, "single_word": False}
-        added.append(token)
-    model = dict(content["model"])
-    vocab = model["vocab"]
-    if isinstance(vocab, list):  # Unigram
-        model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
-    else:
-        vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
-        # Added tokens must be in here: tokenizers would give others numbers of its own.
-        model["vocab"] = vocab | {t["content"]: t["id"] for t in added}
-        if model.get("unk_token") in marks:
-            model["unk_token"] = marks[model["unk_token"]]
-        # Drop merges that make a control token's text. A merge is a text "a b" or a pair.
-        model["merges"] = [
-            merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in marks
-        ]
-    changed = {
-        "added_tokens": added,
-        "model": model,
-        # A trainer may have left settings here that would truncate or pad every text.
-        "truncation": None,
-        "padding": None,
-    }
-    text = json.dumps({**content, **changed}, ensure_ascii=False)
-    return call_tokenizers(tokenizers.Tokenizer.from_str, text)
 
 
 def call_tokenizers(function: Callable, *args: Any, **options: Any) -> Any:
@@ -1269,18 +1272,18 @@ def compile_template(template: str) -> Any:
 def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
     """The text that a template makes of variables, such as messages. Raises ValueError."""
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens, **variables}
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    variables |= {name: "" if i is None else tokenizer.pieces[i] for name, i in ids.items()}
+    for name, i in ("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id):
+        variables[name] = "" if i is None else tokenizer.pieces[i]
     try:
         return compile_template(template).render(**variables)
     except Exception as error:  # an expression in a template may raise anything
         raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ROLES = "system", "developer", "user", "assistant", "tool", "function", "ipython"
 
 
-def map_texts(variables: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def map_texts(variables: Mapping, change: Callable[[str], str]) -> dict:
     """A copy of variables (texts, numbers, None, lists and mappings of these) in which each text is
     changed, keys of mappings included.
     """
@@ -1292,7 +1295,7 @@ def map_texts(variables: Mapping[str, Any], change: Callable[[str], str]) -> dic
     return dict(zip(variables, json.loads(changed)))
 
 
-def check_messages(variables: Mapping[str, Any]) -> set[str]:
+def check_messages(variables: Mapping) -> set[str]:
     """The roles and names in messages and tools, except ROLES. Raises ValueError, AttributeError or
     TypeError for malformed messages.
     """
@@ -1311,7 +1314,7 @@ def check_messages(variables: Mapping[str, Any]) -> set[str]:
 
 
 def write_chat(
-    tokenizer: Tokenizer, template: str, variables: Mapping[str, Any], names: Collection[str]
+    tokenizer: Tokenizer, template: str, variables: Mapping, names: Collection[str]
 ) -> str:
     """The text that a template makes of the variables, with marks for its own control tokens.
 
@@ -1470,10 +1473,11 @@ def chat(
     """
     template = find_template(tokenizer, template)
     ids = encode_chat(tokenizer, messages, template, continue_final_message)
-    ends = stop_ids(model, tokenizer, template)
+    stops = chat_stops(tokenizer, template)
+    ends = stop_ids(model, tokenizer).union(stops.ids)
     options = {"stop_ids": ends, "strip": not continue_final_message, **options}
     stream = stream_text(model, tokenizer, ids, stop, **options)
-    stream.stops += chat_stops(tokenizer, template).texts
+    stream.stops += stops.texts
     return stream
 
 
@@ -1600,7 +1604,8 @@ def load(
     Raises ValueError, also if it does not fit, or FileNotFoundError.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    limit = checkpoint.config.max_position_embeddings
+    config = checkpoint.config
+    limit = config.max_position_embeddings
     if not 1 <= context <= limit:
         raise ValueError(f"context {context}; expected 1 to {limit}, for which it was trained")
     plan = plan_loading(checkpoint, device, dtype, trainable, compile)
@@ -1614,8 +1619,8 @@ def load(
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
     model.vocab_size = tokenizer.vocab_size
-    more = ends_by_text(checkpoint.config, tokenizer)
-    model.config = replace(model.config, stop_token_ids=(*checkpoint.config.stop_token_ids, *more))
+    ends = *config.stop_token_ids, *ends_by_text(config, tokenizer)
+    model.config = replace(config, stop_token_ids=ends)
     model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
         # The kernels compute with float16; torch would convert the cache at each step.
@@ -1678,7 +1683,7 @@ def find_model(name: str) -> Path:
         raise ValueError(printable(f"{name}: no such file, and {reason}")) from error
 
 
-def locate(names: Iterable[str], fetch: Callable[..., Any], source: str, pattern: str = "") -> Path:
+def locate(names: Iterable[str], fetch: Callable, source: str, pattern: str = "") -> Path:
     """The model among files of these `names`: a Hugging Face directory, or else a GGUF file.
 
     fetch(allow_patterns=...) downloads files if need be, and returns their folder. `pattern` must
@@ -1687,7 +1692,7 @@ def locate(names: Iterable[str], fetch: Callable[..., Any], source: str, pattern
     # 1. A Hugging Face directory, unless a GGUF file is asked for.
     names = sorted(names)
     if not pattern and "config.json" in names and (WEIGHTS in names or INDEX in names):
-        folder = Path(fetch(allow_patterns=HF_FILES))
+        folder = Path(fetch(allow_patterns=["*.json", "*.jinja", "tokenizer.model"]))
         hf_settings(folder)  # refuses a model before its weights are downloaded
         fetch(allow_patterns=[WEIGHTS] if WEIGHTS in names else weight_files(folder))
         return folder
@@ -1725,9 +1730,9 @@ class Checkpoint:
     recommended: Mapping = field(default_factory=dict)  # what generation_config.json says
 
     @functools.cached_property
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict:
         """The fields of Sampling that are recommended. A warning names what is not followed."""
-        followed: dict[str, Any] = {}
+        followed = {}
         ignored = []
         # These values change nothing: 0, 1, and a limit on tokens that is the context's own.
         unchanged = 0, 1, self.config.max_position_embeddings
@@ -1778,8 +1783,8 @@ class Plan(NamedTuple):
 
 def plan_loading(
     checkpoint: Checkpoint,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | str = "float32",
+    device: torch.device | str,
+    dtype: torch.dtype | str,
     trainable: bool = False,
     compile: bool | None = None,
 ) -> Plan:
@@ -1801,7 +1806,7 @@ def plan_loading(
 
     # 2. The dtype of activations. "auto" runs no bfloat16 in float16, which might overflow.
     dtype_name = str(dtype).removeprefix("torch.")
-    accepted = ["float32"] if trainable else ["auto", *DTYPES]
+    accepted = ["float32"] if trainable else DTYPES
     if dtype_name not in accepted:
         raise ValueError(f"dtype is {dtype_name!r:.60}; expected {' or '.join(accepted)}")
     if dtype_name != "auto":
@@ -1927,7 +1932,7 @@ def build_model(
             layer_class = QuantizedEmbedding if module == "embed_tokens" else QuantizedLinear
             model.set_submodule(module, layer_class(rows.to(device), ggml_type, dtype))
     if checkpoint.config.tie_word_embeddings:
-        embedding: Any = model.embed_tokens
+        embedding = model.embed_tokens
         if isinstance(embedding, Quantized):
             model.set_submodule("lm_head", QuantizedLinear(embedding.blocks, embedding.ggml_type))
         else:
@@ -1946,8 +1951,7 @@ def accelerate(model: Llama, fast: bool = False, compile: bool = True) -> Llama:
     On CUDA, a decode step becomes a CUDA graph. Unless `compile` is False, its Blocks are compiled,
     once per machine, and quantised matrices are rearranged for kernels/gpu.py.
     """
-    open_kernels().accelerate(model, fast, compile)
-    return model
+    return open_kernels().accelerate(model, fast, compile)
 
 
 def load_kernels() -> Any:
@@ -1963,8 +1967,10 @@ def load_kernels() -> Any:
 def open_kernels() -> Any:
     """kernels/accelerate.py as a module; without the folder UNACCELERATED, with a warning."""
     if not KERNELS.is_dir():
-        problem = f"{KERNELS} is missing; the folder belongs beside llama2.py"
-        warnings.warn(f"models will be slow: {problem}", stacklevel=2)
+        warnings.warn(
+            f"models will be slow: {KERNELS} is missing; the folder belongs beside llama2.py",
+            stacklevel=2,
+        )
         return UNACCELERATED
     name = f"kernels_{id(SELF)}"  # a copy of this file opens a package of its own
     package = sys.modules[name] = types.ModuleType(name)
@@ -2026,7 +2032,7 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
+def gguf_settings(metadata: Mapping) -> tuple[dict, dict, dict]:
     """The settings in a GGUF file's metadata, as config.json, generation_config.json and
     tokenizer_config.json would have them. Raises ValueError.
     """
@@ -2036,13 +2042,12 @@ def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     old_factor = get("llama.rope.scale_linear", float, 1.0)  # the key of old files
     factor = get("llama.rope.scaling.factor", float, old_factor)
-    is_scaled = metadata.get("llama.rope.scaling.type") != "none"
     config = {name: metadata.get(key) for name, key in GGUF_CONFIG.items()}
     config |= {
         "vocab_size": len(pieces),
         "head_dim": metadata.get("llama.attention.key_length"),
         "eos_token_id": ends + get("tokenizer.ggml.eos_token_ids", list, []),  # ollama writes these
-        "rope_type": "linear" if is_scaled else "default",
+        "rope_type": metadata.get("llama.rope.scaling.type", "linear"),
         "factor": factor or 1.0,  # converters write 0 for none
         "tie_word_embeddings": True,  # read_config() sees whether there is an output matrix
     }
@@ -2059,10 +2064,12 @@ def gguf_settings(metadata: Mapping[str, Any]) -> tuple[dict, dict, dict]:
     is_llama = metadata.get("tokenizer.ggml.model") == "llama"
     pre = metadata.get("tokenizer.ggml.pre")
     default_bos = is_llama or (pre in LIKE_LLAMA_3 and pre != "minicpm5")
-    templates = (f"tokenizer.chat_template{name}" for name in ("", ".tool_use"))
     tokenizer_config = {
         "add_bos_token": get("tokenizer.ggml.add_bos_token", bool, default_bos),
-        "chat_template": join_templates(*(get(key, str, "") for key in templates)),
+        "chat_template": join_templates(
+            get("tokenizer.chat_template", str, ""),
+            get("tokenizer.chat_template.tool_use", str, ""),
+        ),
     }
     ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
     for name, key in SPECIAL_TOKENS.items():
@@ -2087,16 +2094,14 @@ class GGUF:
     gguf.GGUFReader does the same, but takes seconds.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.metadata: dict[str, Any] = {}
+    def __init__(self, path: Path) -> None:
+        self.metadata: dict = {}
         self.weights: dict[str, Weight] = {}
-        path = Path(path)
         with naming(path):
             # 1. The head: magic, version, and two counts.
             file = MappedFile(path)
             self.data = file.data
             self.limit = min(LIMIT, len(file.data))  # where the header must end
-            self.at = 0  # the next byte to read
             magic, self.version = self.unpack("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
                 raise ValueError(
@@ -2120,7 +2125,7 @@ class GGUF:
             # 3. The name, type, shape and place of each tensor. gguf knows all types, but importing
             #    it takes 0.1 s.
             type_names = {ggml_type.number: name for name, ggml_type in GGML_TYPES.items()}
-            infos: dict[str, tuple] = {}
+            infos = {}
             for _ in range(tensor_count):
                 [name] = self.values(GGUF_STRING)
                 with naming(name):
@@ -2139,7 +2144,7 @@ class GGUF:
 
             # 4. The tensors follow, in this order and without gaps, each at a multiple of `align`.
             align = get_typed(self.metadata, "general.alignment", int, 32)
-            start = -(-self.at // align) * align  # rounded up
+            start = -(-self.data.tell() // align) * align  # rounded up
             end = 0
             for name, (offset, ggml_type, shape) in infos.items():
                 with naming(name):
@@ -2152,10 +2157,9 @@ class GGUF:
     def unpack(self, letters: str) -> tuple:
         """The next values, little-endian, of the types that struct's letters name."""
         layout = struct.Struct(f"<{letters}")
-        self.at += layout.size
-        if self.at > self.limit:
+        if self.data.tell() + layout.size > self.limit:
             raise ValueError(f"{layout.size} bytes, beyond the end of the header")
-        return layout.unpack_from(self.data, self.at - layout.size)
+        return layout.unpack(self.data.read(layout.size))
 
     def values(self, value_type: int, count: int = 1) -> list:
         """The next values of a type: numbers, or texts, each a length in 8 bytes and its UTF-8."""
@@ -2164,15 +2168,11 @@ class GGUF:
         if value_type != GGUF_STRING:
             raise ValueError(f"has the unknown type {value_type}")
         texts = []
-        data, at = self.data, self.at  # local: Llama 3's vocabulary has 400,000 texts
-        read_size = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            [size] = read_size(data, at)
-            at += 8 + size
-            if at > self.limit:
+        for _ in range(count):  # without calls of unpack(): Llama 3's vocabulary has 400,000 texts
+            [size] = struct.unpack("<Q", self.data.read(8))
+            if self.data.tell() + size > self.limit:
                 raise ValueError(f"a text of {size} bytes, beyond the end of the header")
-            texts.append(data[at - size : at].decode())
-        self.at = at
+            texts.append(self.data.read(size).decode())
         return texts
 
 
@@ -2216,7 +2216,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     )
 
 
-def hf_settings(folder: Path) -> dict[str, Any]:
+def hf_settings(folder: Path) -> dict:
     """config.json, with transformers' defaults for what it leaves out. Raises ValueError."""
     path = folder / "config.json"
     with naming(path):
@@ -2276,7 +2276,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
     return weights
 
 
-def rename_from_hf(tensors: Mapping[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
+def rename_from_hf(tensors: Mapping, reorder: Callable) -> dict:
     """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes the rows of
     q_proj and k_proj (and of norms of q and k, which Llama does not have).
     """
@@ -2297,7 +2297,7 @@ def state_dict_from_hf(state: Mapping[str, Tensor], config: Config) -> dict[str,
     return rename_from_hf(state, functools.partial(rows_from_hf, head_dim=config.head_dim))
 
 
-def read_config(settings: Mapping[str, Any], has_output: bool) -> Config:
+def read_config(settings: Mapping, has_output: bool) -> Config:
     """The Config that config.json describes. Raises ValueError.
 
     In `settings`, "eos_token_id" is a list. `has_output`: whether the file has an output matrix.
@@ -2308,7 +2308,7 @@ def read_config(settings: Mapping[str, Any], has_output: bool) -> Config:
     # Read the fields of Config that GGUF_CONFIG names. Config's default shows the type of each, and
     # stands for what is missing, unless that is REQUIRED. num_key_value_heads has another default,
     # which `values` holds until its turn comes.
-    values: dict[str, Any] = {"num_key_value_heads": settings.get("num_attention_heads")}
+    values: dict = {"num_key_value_heads": settings.get("num_attention_heads")}
     for name in GGUF_CONFIG:
         usual = getattr(Config, name)
         default = values.get(name, None if name in REQUIRED else usual)
@@ -2396,7 +2396,7 @@ def require(settings: Mapping, key: str, accepted: Collection) -> Any:
     return value
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict:
     """The JSON object in a file; {} if there is no file. Raises ValueError for anything else."""
     with naming(path):
         content = json.loads(read_file(path)) if path.exists() else {}
@@ -2443,7 +2443,7 @@ class MappedFile:
             raise ValueError("not a regular file")
         with path.open("rb") as file:
             # With either option, changes in memory do not reach the file.
-            options: Any = {"access": mmap.ACCESS_COPY}
+            options = {"access": mmap.ACCESS_COPY}
             if sys.platform == "linux":
                 # 0x4000 is MAP_NORESERVE. Without it, Linux would refuse to map a file that is
                 # larger than the memory, because all of it could be changed.
@@ -2520,7 +2520,7 @@ def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
 Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
-def vocabulary_from_gguf(metadata: Mapping[str, Any], settings: tuple = ()) -> Vocabulary:
+def vocabulary_from_gguf(metadata: Mapping, settings: tuple = ()) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. `settings`: those of gguf_settings(). Raises
     ValueError.
     """
@@ -2551,7 +2551,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], settings: tuple = ()) -> V
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
         strip = get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
-        vocabulary.model = sentencepiece_model(pieces, scores, types, prefix, strip)
+        vocabulary.model = sentencepiece_model(vocabulary, scores, prefix, strip)
         return vocabulary
     if metadata.get("tokenizer.ggml.pre") is None:
         raise ValueError(
@@ -2560,7 +2560,17 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], settings: tuple = ()) -> V
             " 'default'"
         )
     pre = require(metadata, "tokenizer.ggml.pre", PRE_TOKENIZERS)
-    vocabulary.model = bpe_json(pieces, types, pre, get("tokenizer.ggml.merges", list))
+    vocabulary.model = {
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
+        "decoder": PLAIN,
+        "model": {
+            "type": "BPE",
+            "vocab": {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED},
+            "merges": get("tokenizer.ggml.merges", list),
+            "ignore_merges": pre in LIKE_LLAMA_3,
+        },
+    }
     return vocabulary
 
 
@@ -2611,7 +2621,7 @@ def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
 
 def make_vocabulary(
     raw: Vocabulary,
-    settings: Mapping[str, Any],
+    settings: Mapping,
     ids: Mapping[str, int],
     ends: Iterable[int],
     kinds: Collection[int],
@@ -2641,8 +2651,9 @@ def make_vocabulary(
     # 2. The types. BOS and EOS are control tokens whatever a file calls them. A user-defined token
     #    may end a text, too, by what it is called (END_TEXT).
     types = [*raw.types]
-    defined = [text for text, t in zip(raw.pieces, types) if t == USER_DEFINED]
-    ends = {*ends, *(id_of[text] for text in defined if re.fullmatch(END_TEXT, text))}
+    for i, (text, piece_type) in enumerate(zip(raw.pieces, raw.types)):
+        if piece_type == USER_DEFINED and re.fullmatch(END_TEXT, text):
+            types[i] = CONTROL
     for i in {*ids.values(), *ends} & {*range(len(types))}:
         if types[i] in kinds or i in (bos_id, eos_id):
             types[i] = CONTROL
@@ -2657,7 +2668,7 @@ def make_vocabulary(
     )
 
 
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> dict:
     """tokenizer_config.json, and what stands in other files instead. Raises ValueError."""
     with naming(folder / "tokenizer_config.json"):
         # 1. The tokens. Before transformers 4.34, two other files had the added tokens and some of
@@ -2665,20 +2676,24 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         settings = read_json(folder / "tokenizer_config.json")
         if settings.get("added_tokens_decoder") is None:
             settings |= read_json(folder / "special_tokens_map.json")
-            added = read_json(folder / "added_tokens.json").items()
             settings["added_tokens_decoder"] = {
-                i: {"content": text, "special": True} for text, i in added
+                i: {"content": text, "special": True}
+                for text, i in read_json(folder / "added_tokens.json").items()
             }
 
         # 2. The chat template, or a list of templates with names. Templates in files of their own
         #    take the place of those here.
         template = settings.get("chat_template")
         named = {t["name"]: t["template"] for t in template} if isinstance(template, list) else {}
-        files = {name: folder / file for name, file in TEMPLATE_FILES.items()}
-        texts = {n: read_file(file).decode() for n, file in files.items() if file.exists()}
+        texts = {
+            name: read_file(folder / file).decode()
+            for name, file in TEMPLATE_FILES.items()
+            if (folder / file).exists()
+        }
         if named := texts or named:
-            templates = named.get("default", ""), named.get("tool_use", "")
-            settings["chat_template"] = join_templates(*templates)
+            settings["chat_template"] = join_templates(
+                named.get("default", ""), named.get("tool_use", "")
+            )
         return settings
 
 
@@ -2691,7 +2706,7 @@ def join_templates(default: str, tool_use: str) -> str:
     return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
-def read_tokenizer_json(path: Path) -> tuple[dict[int, tuple[str, int]], Vocabulary]:
+def read_tokenizer_json(path: Path) -> tuple[dict, Vocabulary]:
     """What a tokenizer.json says by itself: {id: (piece, type)}, and the rest as a Vocabulary.
 
     Raises ValueError.
@@ -2738,9 +2753,7 @@ def read_tokenizer_json(path: Path) -> tuple[dict[int, tuple[str, int]], Vocabul
     )
 
 
-def read_tokenizer_model(
-    path: Path, settings: Mapping[str, Any]
-) -> tuple[dict[int, tuple[str, int]], Vocabulary]:
+def read_tokenizer_model(path: Path, settings: Mapping) -> tuple[dict, Vocabulary]:
     """The same of SentencePiece's tokenizer.model; `settings`: its tokenizer_config.json."""
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
@@ -2768,38 +2781,17 @@ def read_tokenizer_model(
     )
 
 
-def bpe_json(
-    pieces: Sequence[str], types: Sequence[int], pre: str, merges: Sequence[str]
-) -> dict[str, Any]:
-    """A tokenizer.json of byte-level BPE; `pre` is a name in PRE_TOKENIZERS."""
-    vocab = {piece: i for i, piece in enumerate(pieces) if types[i] != UNUSED}
-    return {
-        "added_tokens": [],
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": PRE_TOKENIZERS[pre],
-        },
-        "decoder": PLAIN,
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": merges,
-            "ignore_merges": pre in LIKE_LLAMA_3,
-        },
-    }
-
-
 def sentencepiece_model(
-    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], prefix: bool, strip: bool
+    vocabulary: Vocabulary, scores: Sequence[float], prefix: bool, strip: bool
 ) -> bytes:
     """A tokenizer.model of BPE. `prefix` and `strip`: whether it adds and strips spaces."""
     # model_type 2 (BPE), byte_fallback
-    trainer = bytes([0x18, 2, 0x98, 2, types.count(BYTE) == 256])
+    trainer = bytes([0x18, 2, 0x98, 2, vocabulary.types.count(BYTE) == 256])
     normalizer = bytes([0x18, prefix, 0x20, strip])  # add_dummy_prefix, remove_extra_whitespaces
     # A piece: its text, its score (0x15: a float32) and its type (0x18).
     messages = [
         protobuf(1, protobuf(1, piece.encode()) + struct.pack("<Bf2B", 0x15, score, 0x18, t))
-        for piece, score, t in zip(pieces, scores, types)
+        for piece, score, t in zip(vocabulary.pieces, scores, vocabulary.types)
     ]
     return b"".join([protobuf(2, trainer), protobuf(3, normalizer), *messages])
 
@@ -3023,7 +3015,7 @@ class Bits(NamedTuple):
 
 
 LARGE = 2**26  # bytes of weights; for larger models, kernels are compiled and may round
-DTYPES = "float32", "bfloat16", "float16"
+DTYPES = "auto", "float32", "bfloat16", "float16"
 CHUNK = 2**20  # weights to dequantise at a time, few enough to stay in the CPU's cache
 LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokenizer.json has 2**24
 
@@ -3083,15 +3075,18 @@ lm_head                   output""")
 # A GGUF file is a Hugging Face folder in one file: the names of settings in config.json,
 # generation_config.json and tokenizer_config.json -> their keys in GGUF. vocab_size is the number
 # of tokens there; llama2.py alone knows the key of stop_strings; "seperator" is GGUF's.
-GGUF_CONFIG = table("""\
+# A file must have those that come first. (Config's defaults for them are Llama 2 7B's.)
+REQUIRED = table("""\
 hidden_size              llama.embedding_length
 intermediate_size        llama.feed_forward_length
 num_hidden_layers        llama.block_count
 num_attention_heads      llama.attention.head_count
-num_key_value_heads      llama.attention.head_count_kv
 vocab_size               tokenizer.ggml.tokens
 max_position_embeddings  llama.context_length
-rms_norm_eps             llama.attention.layer_norm_rms_epsilon
+rms_norm_eps             llama.attention.layer_norm_rms_epsilon""")
+
+GGUF_CONFIG = REQUIRED | table("""\
+num_key_value_heads      llama.attention.head_count_kv
 rope_theta               llama.rope.freq_base
 bos_token_id             tokenizer.ggml.bos_token_id
 eos_token_id             tokenizer.ggml.eos_token_id""")
@@ -3114,12 +3109,6 @@ pad_token   tokenizer.ggml.padding_token_id
 sep_token   tokenizer.ggml.seperator_token_id
 cls_token   tokenizer.ggml.cls_token_id
 mask_token  tokenizer.ggml.mask_token_id""")
-
-# The settings that a file must have. (Config's defaults for them are Llama 2 7B's.)
-REQUIRED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-    "max_position_embeddings", "rms_norm_eps"
-)  # fmt: skip
 
 # What else a generation_config.json has: ids, how to compute, what is returned, how to search by
 # several beams or with a second model. A warning names all that is neither here nor followed.
@@ -3163,9 +3152,6 @@ HUB_NAME = r"([\w.-]+/[\w.-]+(?<!\.gguf))(?:@([\w./-]+?))?(?::([\w-]+)|/([\w./-]
 # model's name may mention one, beside a type such as Q4_0.
 GGUF_FILE = r"(?i)(?!.*mmproj|(?!.*q\d).*imatrix|.*-(?!00001)\d{5}-of-\d{5}\.gguf$).*\.gguf"
 
-# The files of a Hugging Face directory that are read, besides the weights.
-HF_FILES = ["*.json", "*.jinja", "tokenizer.model"]
-
 CONVERT = (
     "python examples/convert.py FOLDER OUT.gguf (a hub's: hf download ORG/NAME --local-dir FOLDER)"
 )
@@ -3185,7 +3171,7 @@ END_TEXT = (
 )
 
 # Steps of the pre_tokenizer in a tokenizer.json.
-DIGITS: Any = {"type": "Digits", "individual_digits": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
 
 # Both write bytes as characters. The first also cuts a text into words, as GPT-2 does.
 GPT_2: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -3193,7 +3179,7 @@ PLAIN = GPT_2 | {"use_regex": False}
 
 # Cuts a text into the matches of an expression and what is between them. PRE_TOKENIZERS adds the
 # expression.
-SPLIT: Any = {"type": "Split", "behavior": "Isolated", "invert": False}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 
 LLAMA_3 = (  # contractions, letters, up to three digits, punctuation, white space
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -3236,7 +3222,7 @@ CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # How byte-level BPE cuts a text into words, before it merges the bytes of each word. The names are
 # those of llama.cpp. The steps are those of the models' own tokenizer.json, because llama.cpp's
 # expressions differ from them in details. A string here is the expression of a SPLIT.
-PRE_TOKENIZERS: dict[str, list[Any]] = {
+PRE_TOKENIZERS = {
     name: [
         SPLIT | {"pattern": {"Regex": step}} if isinstance(step, str) else step for step in steps
     ]
@@ -3270,14 +3256,14 @@ LIKE_LLAMA_3 = (
 
 # kernels/ is a package that is opened by its path, when a model has a use for it. It imports what
 # this file defines from `.llama2`, whatever the name of this file's module is.
-KERNELS = Path(__file__).resolve().parent / "kernels"
+KERNELS = Path(__file__).resolve().with_name("kernels")
 SELF: Any = sys.modules.get(__name__)
 
 # What takes its place where the folder is missing.
 UNACCELERATED = types.SimpleNamespace(
     can_accelerate=lambda device: False,
     load_kernels=lambda: None,
-    accelerate=lambda model, fast, compile: None,
+    accelerate=lambda model, fast, compile: model,
     NativeLinear=QuantizedLinear,
     NativeEmbedding=QuantizedEmbedding,
     NativeBlock=Block,
@@ -3303,7 +3289,7 @@ __all__ += ["DEFAULT_MODEL", "Parser", "in_range", "main"]
 # --------------------------------------------------------------------------------------------------
 # 18. Options
 
-DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "stories.gguf"
+DEFAULT_MODEL = KERNELS.parent / "models" / "stories.gguf"
 TEXT_TOKENS = 256  # of a text without --max-new-tokens
 CHAT_TOKENS = 1024  # of an answer without --max-new-tokens; /more goes on
 CHAT_CONTEXT = 8192  # the longest context of a chat without --context; a file may name any number
@@ -3369,7 +3355,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model",
         "-m",
         metavar="PATH",
-        default=str(DEFAULT_MODEL),
+        default=DEFAULT_MODEL,
         help="a .gguf file, a directory, an installed package, or ORG/NAME of the Hugging Face hub"
         " (default: a small model that tells stories)",
     )
@@ -3456,7 +3442,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--dtype",
-        choices=("auto", *DTYPES),
+        choices=DTYPES,
         default="auto",
         help="of activations; auto is fastest; on a CPU, bfloat16 and float16 are slow",
     )
@@ -3535,7 +3521,7 @@ def read_template(args: argparse.Namespace, tokenizer: Tokenizer) -> str:
 # --------------------------------------------------------------------------------------------------
 # 19. What is printed
 
-write = functools.partial(print, end="", flush=True)  # print to stdout at once, without a new line
+write = functools.partial(print, end="", flush=True)  # print at once, without a new line
 
 
 def note(text: str, quiet: bool = False) -> None:
@@ -3635,7 +3621,7 @@ def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> st
     return ", ".join(settings)
 
 
-def describe_run(generations: list[Generation], device: torch.device) -> str:
+def describe_run(generations: list[Generation]) -> str:
     """The last line of a run: speed, memory, and why it stopped."""
     prompt_tokens = sum(generation.prompt_tokens for generation in generations)
     new_tokens = sum(len(generation.new_ids) for generation in generations)
@@ -3647,7 +3633,7 @@ def describe_run(generations: list[Generation], device: torch.device) -> str:
     report += f"; generated {new_tokens} tokens"
     if step_seconds:  # each gave one token, the stop token included
         report += f", {len(step_seconds) / sum(step_seconds):.1f} tokens/s"
-    if peak := peak_memory(device):
+    if peak := peak_memory(generations[0].cache.k.device):
         report += f"; peak memory {peak / 1e9:.2f} GB"
     return f"{report}; stopped: {generations[-1].stop_reason}"
 
@@ -3672,7 +3658,7 @@ def read_question() -> str | None:
         try:
             if sys.stdout.isatty():
                 return input("> ")  # with readline
-            print("> ", end="", file=sys.stderr, flush=True)  # stdout gets the answers only
+            write("> ", file=sys.stderr)  # stdout gets the answers only
             return input()
         except (EOFError, KeyboardInterrupt) as end:
             note("")  # ends the line that "> " begins
@@ -3800,20 +3786,18 @@ def run(args: argparse.Namespace, load: Callable) -> int:
         show(stream)
         generations = [stream.generation]
     if generations:
-        report = describe_run(generations, model.norm.weight.device)
+        report = describe_run(generations)
         report += f"; {describe_sampling(sampling, checkpoint.sampling, given)}"
         note(f"load {load_seconds:.2f} s, {threads}; {report}", args.quiet)
     return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
 
 
-def main(
-    argv: Sequence[str] | None = None, load: Callable[..., tuple[Llama, Tokenizer]] = load
-) -> int:
+def main(argv: Sequence[str] | None = None, load: Callable = load) -> int:
     """Run the command line; returns the exit status. examples/ranks.py passes its own `load`."""
     for name, mode in zip(("stdin", "stdout", "stderr"), "rww"):
         if getattr(sys, name) is None:  # it was closed, as by `<&-`
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
+    for stream in sys.stdout, sys.stderr:
         if isinstance(stream, io.TextIOWrapper):  # escape what it cannot encode
             stream.reconfigure(errors="backslashreplace")
     gc.freeze()  # a collection would look through all of torch's objects, which never die
@@ -3839,7 +3823,7 @@ def main(
     except (ValueError, OSError, MemoryError, RuntimeError) as error:  # torch's: out of memory
         return fail(error)
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in sys.stdout, sys.stderr:
             try:
                 stream.flush()
             except OSError:  # a full disk or a closed pipe would raise again when Python exits

@@ -1718,7 +1718,7 @@ def test_report_of_known_times(model):
     generation.new_ids = [5, 6, 7, 8]
     generation.seconds = [2.0, 0.5, 0.5, 0.5]
     generation.stop_reason = "context full"
-    report = llama2.describe_run([generation], torch.device("cpu")).split("; ")
+    report = llama2.describe_run([generation]).split("; ")
     assert report[0] == "prompt 50 tokens, 25.0 tokens/s"
     assert report[1] == "generated 4 tokens, 2.0 tokens/s"
     assert report[-1] == "stopped: context full"

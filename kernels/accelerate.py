@@ -34,7 +34,7 @@ def can_accelerate(device: torch.device) -> bool:
     return device.type == "cpu" and load_kernels() is not None
 
 
-def accelerate(model: Llama, fast: bool, compile: bool) -> None:
+def accelerate(model: Llama, fast: bool, compile: bool) -> Llama:
     """As llama2.accelerate()."""
     device = model.norm.weight.device
     if device.type == "cuda":
@@ -43,6 +43,7 @@ def accelerate(model: Llama, fast: bool, compile: bool) -> None:
         graph.accelerate(model, compile and can_accelerate(device))
     elif compile and can_accelerate(device):
         cpu.accelerate(model, fast)
+    return model
 
 
 def __getattr__(name: str) -> type:

@@ -154,8 +154,9 @@ def test_a_pre_tokenizer(copied):
     code = """if True:
         import llama2
         letters = [chr(c) for c in range(33, 127)] + ["\\u0120"]
-        content = llama2.bpe_json(letters, [1] * len(letters), "poro-chat", [])
-        tokenizer = llama2.Tokenizer(llama2.Vocabulary(letters, [1] * len(letters), content, None, None))
+        keys = {"model": "gpt2", "pre": "poro-chat", "tokens": letters, "merges": []}
+        keys = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+        tokenizer = llama2.Tokenizer(llama2.vocabulary_from_gguf(keys))
         assert tokenizer.decode(tokenizer.encode("so, it is", bos=False)) == "so, it is"
         words = tokenizer.engine.pre_tokenizer.pre_tokenize_str("so, it is")
         print([word for word, _ in words])

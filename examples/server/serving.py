@@ -162,7 +162,7 @@ class Session:
 
     def stop_ids(self, chat: bool) -> set[int]:
         """The stop tokens of a chat, or of another text."""
-        return llama2.stop_ids(self.model, self.tokenizer, self.template if chat else None)
+        return llama2.stop_ids(self.model, self.tokenizer).union(self.stops.ids if chat else ())
 
     @functools.cache  # noqa: B019 (there is one session)
     def vocabulary(self, chat: bool) -> Any:
