@@ -14,8 +14,6 @@ Figures are medians; what is compared runs in turns (A B A B), so that a machine
 slows both. First calls, which may compile, are not counted. On a shared machine trust only ratios.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib.util
@@ -647,8 +645,12 @@ def compare(samples):
     return rows
 
 
-def engines_of(args, model, path, cache, tokens):
-    """Ours, then the engines of --llama-bench (with --table) and --compare, by name."""
+def run_model(args, path):
+    """Measure and print one model: its name and figures."""
+    model, _ = load(args, path)
+    size = max(args.depth) + max(*args.prompt_tokens, args.gen_tokens)
+    tokens = random_tokens(model, size)
+    cache = model.new_cache(size)
     engines = {"llama2.py": in_process(args, partial(model, cache=cache), cache.truncate, tokens)}
     for text in args.llama_bench if args.table else ():
         name, _, program = text.rpartition("=")
@@ -659,16 +661,7 @@ def engines_of(args, model, path, cache, tokens):
             engines[name or program] = llama_bench(args, program, path)
     for name in args.compare:
         engines[name] = transformers_engine(args, name, model, tokens)
-    return engines
-
-
-def run_model(args, path):
-    """Measure and print one model: its name and figures."""
-    model, _ = load(args, path)
-    size = max(args.depth) + max(*args.prompt_tokens, args.gen_tokens)
-    tokens = random_tokens(model, size)
-    cache = model.new_cache(size)
-    rows = compare(take_turns(engines_of(args, model, path, cache, tokens), args.rounds))
+    rows = compare(take_turns(engines, args.rounds))
     name, ours = path.name if path else args.config, rows["llama2.py"]
     cells = [(engine, *(round(row[test], 2) for test in ours)) for engine, row in rows.items()]
     table((f"{name}, tokens/s", *ours), *cells)
@@ -725,8 +718,8 @@ def run_parallel(args):
         engine()
     samples = {n: tests["tg"] for n, tests in take_turns(engines, args.rounds).items()}
     rates = {n: median(values) for n, values in samples.items()}
-    gains = {n: ratio(values, samples[args.parallel[0]]) for n, values in samples.items()}
-    rows = [(n, f"{rates[n]:.4g}", f"{gains[n]:.2f}") for n in samples]
+    first = samples[args.parallel[0]]
+    rows = [(n, f"{rates[n]:.4g}", f"{ratio(samples[n], first):.2f}") for n in samples]
     table(("sequences", "tokens/s of all", "times the first"), *rows)
     return {"parallel": rates}
 
@@ -865,23 +858,6 @@ def llama_cpp_reader(program, path, tokenizer):
     return answer, None
 
 
-def all_readers(args, exact, tokenizer):
-    """exact, fast, and those who are installed or given."""
-    path = args.fidelity
-    fast, _ = load(args, path, "auto", compile=True)
-    readers = {
-        "exact": our_reader(exact, tokenizer),
-        "fast, float32 cache": our_reader(fast, tokenizer, Cache(fast.config, device=args.device)),
-        "fast": our_reader(fast, tokenizer),
-    }
-    small = path.stat().st_size < 2**30  # transformers makes all weights float32
-    if small and importlib.util.find_spec("transformers"):
-        readers["transformers"] = transformers_reader(path, exact.config, tokenizer)
-    if args.llama_completion is not None:
-        readers["llama.cpp"] = llama_cpp_reader(args.llama_completion, path, tokenizer)
-    return readers
-
-
 def read_texts(readers, texts):
     """KL divergence from exact per token and perplexity of texts (N, T), as text, by reader."""
     sums = defaultdict(Counter)
@@ -912,9 +888,20 @@ def read_prompts(args, tokenizer):
 
 def run_fidelity(args):
     """Greedy answers of exact, fast and others, and how far their logits are from exact's."""
-    exact, tokenizer = load(args, args.fidelity, "float32")
+    path = args.fidelity
+    exact, tokenizer = load(args, path, "float32")
     prompts = read_prompts(args, tokenizer)
-    readers = all_readers(args, exact, tokenizer)
+    fast, _ = load(args, path, "auto", compile=True)
+    readers = {
+        "exact": our_reader(exact, tokenizer),
+        "fast, float32 cache": our_reader(fast, tokenizer, Cache(fast.config, device=args.device)),
+        "fast": our_reader(fast, tokenizer),
+    }
+    small = path.stat().st_size < 2**30  # transformers makes all weights float32
+    if small and importlib.util.find_spec("transformers"):
+        readers["transformers"] = transformers_reader(path, exact.config, tokenizer)
+    if args.llama_completion is not None:
+        readers["llama.cpp"] = llama_cpp_reader(args.llama_completion, path, tokenizer)
     answers = {
         name: [answer(prompt).strip("\n") for prompt in prompts]
         for name, (answer, _) in readers.items()
@@ -928,7 +915,7 @@ def run_fidelity(args):
         equal = f"{len(prompts) - len(pairs)} of {len(prompts)}"
         parted = median(map(len, common)) if pairs else ""
         rows.append((name, equal, parted, *texts.get(name, ("", ""))))
-    header = [args.fidelity.name, "answers like exact's", "others part after, tokens"]
+    header = [path.name, "answers like exact's", "others part after, tokens"]
     header += ["KL", "perplexity"]
     table(header, *rows)
     return {"fidelity": [dict(zip(header, row)) for row in rows]}

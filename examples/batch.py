@@ -13,28 +13,23 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
     import torch
     from drafts import tokens_of_equal_bits
+    from prompts import add_options, answer, load
     from torch import Tensor
     from tqdm import tqdm
 
     import llama2
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    print(f"batch.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 PIECE = 128  # tokens of a prompt that are read between two steps of others
 
@@ -49,7 +44,7 @@ class Sequences:
     pos        the highest of the positions
     """
 
-    sequences: Sequence[llama2.Cache]
+    sequences: list[llama2.Cache]
     layer: int = 0
 
     @property
@@ -183,13 +178,14 @@ class Rows(list[Row]):
             read = [other for other in equal if other.first is not None]
             if read:
                 copy_tokens(read[0].cache, row.cache, row.tokens.shape[1])
-                row.logits = row.first = read[0].first
+                row.logits = read[0].first
             else:
                 size = min(row.lacking, row.chunk - (row.cache.pos - row.prompt[1]) % row.chunk)
                 if self.is_exact and active[1:]:
                     # Bits stay, because no piece is so small that it is a step's.
                     size = math.ceil(size / math.ceil(size / PIECE))
                 self.run_pass([row], size)
+            row.first = row.logits
             self.sort(key=equal.__contains__)  # next time, others come first
 
     def run_pass(self, rows: list[Row], size: int) -> None:
@@ -205,7 +201,6 @@ class Rows(list[Row]):
             for row, own in zip(rows, logits.split(1)):
                 if not row.lacking:
                     row.logits = own
-                    row.first = own if row.first is None else row.first
         except Exception as error:  # noqa: BLE001 (it ends one text, and no other)
             if not others:
                 first.end(error)
@@ -215,80 +210,72 @@ class Rows(list[Row]):
 
 
 def run_batch(
-    model: llama2.Llama, starts: Iterable[Callable[..., Iterator]], parallel: int = 4
+    model: llama2.Llama, starts: Iterable[Callable], parallel: int = 4
 ) -> Iterator[tuple[int, Any, list]]:
     """Run generate() or stream_text() for several prompts side by side; `starts` are functions of
     their `step`. Yields, as they end, (i, iterator i or its error, what it returned).
     """
     rows = Rows(model, parallel)
-    waiting = enumerate(starts)
-    while True:
-        for i, start in islice(waiting, parallel - len(rows)):
-            rows.append(Row(start, i))
-        if not rows:
-            return
+    waiting = map(Row, starts, count())
+    rows += islice(waiting, parallel)
+    while rows:
         rows.run()
         for row in [row for row in rows if row.ended]:
             rows.remove(row)
+            rows += islice(waiting, 1)
             yield row.number, row.ended, row.items
 
 
 def main() -> int:
     """Continue prompts, or answer them; returns the exit status."""
     parser = llama2.Parser(description=__doc__.partition("\n")[0])
-    number = llama2.in_range
     add = parser.add_argument
     add("prompts", metavar="PROMPT", nargs="*")
     add("--file", metavar="FILE", type=Path, help="of further prompts, one a line")
-    add("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
+    add_options(parser, max_new_tokens=64)
     add("--device", default="auto", help="auto, cpu, cuda or mps")
     add("--chat", action="store_true", help="prompts are questions")
     add("--json", action="store_true", help="a line of JSON for each, in order")
-    add("--parallel", metavar="N", type=number(int, 1), default=4)
-    add("--max-new-tokens", metavar="N", type=number(int, 0), default=64)
-    add("--temperature", metavar="X", type=float, default=0.8)
-    add("--seed", metavar="N", type=int, default=0)
+    add("--parallel", metavar="N", type=llama2.in_range(int, 1), default=4)
     args = parser.parse_args()
-    llama2.use_threads()
     prompts = args.prompts
     status = tokens = printed = 0
     ended: dict[int, str] = {}  # and not printed yet
-    try:
+    with prelude.errors(parser):
         if args.file:
             with llama2.naming(args.file):
                 prompts += args.file.read_text("utf-8").splitlines()
-        model, tokenizer = llama2.load(args.model, args.device, "auto", progress=True)
-        sampling = llama2.Sampling(args.temperature, seed=args.seed)
-
-        def start(i: int, step: Row) -> Iterator[str]:
-            own = replace(sampling, seed=(args.seed + i) % 2**63)
-            options = {"sampling": own, "max_new_tokens": args.max_new_tokens, "step": step}
-            if args.chat:
-                messages = [{"role": "user", "content": prompts[i]}]
-                return llama2.chat(model, tokenizer, messages, **options)
-            return llama2.stream_text(model, tokenizer, tokenizer.encode(prompts[i]), **options)
-
-        starts = [partial(start, i) for i in range(len(prompts))]
+        model, tokenizer, sampling = load(args, args.device)
+        starts = (
+            partial(
+                answer,
+                model,
+                tokenizer,
+                prompt,
+                args.chat,
+                sampling=replace(sampling, seed=(args.seed + i) % 2**63),
+                max_new_tokens=args.max_new_tokens,
+            )
+            for i, prompt in enumerate(prompts)
+        )
         begun = time.perf_counter()
         batch = run_batch(model, starts, args.parallel)
         for i, stream, texts in tqdm(batch, total=len(prompts), leave=False, disable=None):
-            answer = {"prompt": prompts[i], "text": "".join(texts)}
-            text = answer["prompt"] + answer["text"] + "\n"
+            record = {"prompt": prompts[i], "text": "".join(texts)}
+            text = record["prompt"] + record["text"] + "\n"
             if isinstance(stream, Exception):
-                answer["error"] = str(stream)
+                record["error"] = str(stream)
                 text += f"error: {stream}\n"
                 status = 1
             else:
-                answer["stop_reason"] = stream.stop_reason
+                record["stop_reason"] = stream.stop_reason
                 tokens += len(stream.generation.new_ids)
-            ended[i] = json.dumps(answer, ensure_ascii=False) if args.json else text
+            ended[i] = json.dumps(record, ensure_ascii=False) if args.json else text
             while text := ended.pop(printed, ""):
                 print(text, flush=True)
                 printed += 1
         speed = tokens / (time.perf_counter() - begun)
         print(f"{tokens} tokens, {speed:.1f} tokens/s", file=sys.stderr)
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
     return status
 
 

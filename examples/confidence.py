@@ -6,26 +6,20 @@ A terminal shows the shades of the server's page; in a pipe or file (| cat) ther
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
+    from prompts import add_options, load
+
     import llama2
-except ImportError as error:
-    print(f"confidence.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 # The colour of a terminal (of 256) for a token that is less probable than this.
 SHADES = {0.9: 230, 0.6: 222, 0.3: 215, 0.1: 208}
 parser = llama2.Parser(description=__doc__.split("\n")[0])
 parser.add_argument("prompt")
-parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llama2.load() reads")
-parser.add_argument("--max-new-tokens", dest="limit", metavar="N", type=int, default=80)
-parser.add_argument("--seed", metavar="N", type=int, default=0, help="default: %(default)s")
+add_options(parser, max_new_tokens=80)
 args = parser.parse_args()
-llama2.use_threads()
 has_colours = sys.stdout.isatty()
 distributions = []  # (V,) for each new token
 
@@ -49,18 +43,15 @@ def shaded(text: str, chance: float) -> str:
     return text.replace(word, coloured if has_colours else f"{word}({chance:.0%})")
 
 
-try:
-    model, tokenizer = llama2.load(args.model, dtype="auto")
+with prelude.errors(parser):
+    model, tokenizer, sampling = load(args)
     ids = tokenizer.encode(args.prompt)
-    sampling = llama2.Sampling(seed=args.seed)
-    generation = llama2.generate(model, ids, sampling, args.limit, step=step)
+    generation = llama2.generate(model, ids, sampling, args.max_new_tokens, step=step)
     decoder = llama2.StreamDecoder(tokenizer, first=False)
     print(args.prompt, end="")
     for token_id in generation:
         chance = distributions[-1][token_id].item()
         print(shaded(decoder.decode(token_id), chance), end="", flush=True)
-except (ImportError, ValueError, OSError, RuntimeError) as error:
-    parser.error(str(error))
 print("\n\nThe least certain | the likeliest in their places")
 # There may be one distribution more: that of the stop token.
 pairs = zip(generation.new_ids, distributions, strict=False)

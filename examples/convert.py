@@ -22,18 +22,14 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
     import save
     import torch
     from torch import Tensor
 
     import llama2
-except ImportError as error:
-    print(f"convert.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 # --------------------------------------------------------------------------------------------------
 # Pickles

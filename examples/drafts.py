@@ -10,22 +10,18 @@ prompt: edited code, summaries, lists. If the model has a chat template, the pro
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
     import torch
     import torch.nn.functional as F
+    from prompts import add_options, answer, load
     from torch import Tensor
     from torch.overrides import TorchFunctionMode
 
     import llama2
-except ImportError as error:
-    print(f"drafts.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 NGRAM = 3  # tokens that must have occurred before
 
@@ -109,14 +105,6 @@ class Drafts:
         return self.logits[:1]
 
 
-def answer(model: llama2.Llama, tokenizer: llama2.Tokenizer, prompt: str, **options):
-    """The text after a prompt; if there is a chat template, the answer to it as a question."""
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        return llama2.chat(model, tokenizer, messages, **options)
-    return llama2.stream_text(model, tokenizer, tokenizer.encode(prompt), **options)
-
-
 def describe(generation: llama2.Generation) -> str:
     """The speed of decode steps, without the prefill."""
     seconds = generation.seconds[1:]
@@ -127,27 +115,21 @@ def main() -> int:
     """Print a text that is generated with drafts, then both speeds; returns the exit status."""
     parser = llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompt")
-    parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
+    add_options(parser, max_new_tokens=256)
     limit = llama2.in_range(int, 0)
     parser.add_argument("--draft", metavar="N", type=limit, default=3, help="tokens at most (3)")
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=256)
-    parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
-    parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args()
-    llama2.use_threads()
-    try:
-        model, tokenizer = llama2.load(args.model, dtype="auto", compile=True, progress=True)
-        sampling = llama2.Sampling(args.temperature, seed=args.seed)
+    with prelude.errors(parser):
+        model, tokenizer, sampling = load(args, compile=True)
         options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
+        prompt = args.prompt, bool(tokenizer.chat_template)
         drafts = Drafts(model, args.draft)
-        stream = answer(model, tokenizer, args.prompt, step=drafts, **options)
+        stream = answer(model, tokenizer, *prompt, step=drafts, **options)
         for text in stream:
             print(text, end="", flush=True)
-        plain = answer(model, tokenizer, args.prompt, **options)
+        plain = answer(model, tokenizer, *prompt, **options)
         for _ in plain:
             pass
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
     fast, slow = stream.generation, plain.generation
     print(f"\n\nwith drafts: {describe(fast)}; {drafts.accepted} of {len(fast.seconds)} drafted")
     print(f"without:     {describe(slow)}; the same text: {fast.ids == slow.ids}")

@@ -5,29 +5,20 @@
 The output of every block goes through the final norm and the output matrix, by forward hooks alone.
 """
 
-import sys
-from pathlib import Path
+import prelude
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
-
-try:
+with prelude.imports(__name__):
     import torch
 
     import llama2
-except ImportError as error:
-    print(f"lens.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 parser = llama2.Parser(description=__doc__.split("\n")[0])
 parser.add_argument("prompt")
 parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="any that llama2.load() reads")
 args = parser.parse_args()
 llama2.use_threads()
-try:
+with prelude.errors(parser):
     model, tokenizer = llama2.load(args.model)
-except (ImportError, ValueError, OSError, RuntimeError) as error:
-    parser.error(str(error))
 ids = tokenizer.encode(args.prompt)
 limit = model.config.max_position_embeddings
 if not 0 < len(ids) <= limit:

@@ -14,10 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
     import torch
     import torch.nn.functional as F
     from save import SAVE_TYPES, save_gguf
@@ -27,9 +26,6 @@ try:
     from training.dialogues import Sample, read_samples
 
     import llama2
-except ImportError as error:
-    print(f"lora.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 LENGTH, BATCH = 256, 4  # tokens of a sequence of a text, sequences of a training step
 DIALOGUES = (".jsonl", ".ndjson", ".json")
@@ -140,7 +136,7 @@ if __name__ == "__main__":
         parser.error("expected --adapter, or --data and a new file as --out")
     if args.out and not args.out.parent.is_dir():  # else only noticed after training
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
-    try:
+    with prelude.errors(parser):
         model, tokenizer = llama2.load(args.model)
         limit = model.config.max_position_embeddings
         limit = min(limit, model.config.sliding_window or limit)
@@ -188,6 +184,4 @@ if __name__ == "__main__":
         if args.out:
             adapters.merge_adapters(model)
             save_gguf(model, args.out, args.type, tokenizer=tokenizer)
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
     sys.exit(status)

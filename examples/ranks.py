@@ -17,18 +17,17 @@ import time
 import warnings
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import waits  # noqa: F401
+import prelude
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import torch
-import torch.nn.functional as F
-from torch import Tensor, distributed, nn
+with prelude.imports(__name__):
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, distributed, nn
 
-import llama2
-from llama2 import Cache, Checkpoint, Llama, Tokenizer, Weight
+    import llama2
+    from llama2 import Cache, Checkpoint, Llama, Tokenizer, Weight
 
 # Tensor parallelism as in Megatron-LM (arXiv:1909.08053): each rank has a share of every matrix.
 AXES = {  # what a rank has of a matrix (out, in): 0: some of its rows, 1: some of its columns

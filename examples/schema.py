@@ -10,37 +10,31 @@ chat template, the prompt is a question. Exit status 1: the answer was cut at --
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import waits  # noqa: F401
+import prelude
 
-try:
+with prelude.imports(__name__):
+    from prompts import add_options, load
     from server.grammar import Grammar, hold, open_vocabulary
 
     import llama2
-except ImportError as error:
-    print(f"schema.py: {error.name} is missing: pip install {error.name}", file=sys.stderr)
-    sys.exit(2)
 
 
 def main() -> int:
     """Print an answer; returns the exit status."""
     parser = llama2.Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
+    add_options(parser, max_new_tokens=256)
     parser.add_argument("--schema", metavar="FILE.json", type=Path, required=True)
     parser.add_argument("--prompt", metavar="TEXT", required=True)
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=256)
-    parser.add_argument("--temperature", metavar="X", type=float, default=0.8)
-    parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args()
-    llama2.use_threads()
-    try:
+    with prelude.errors(parser):
         with llama2.naming(args.schema):
             text = args.schema.read_text("utf-8")
             if not isinstance(json.loads(text), dict):
                 raise ValueError("the schema is no object")
-        model, tokenizer = llama2.load(args.model, dtype="auto", progress=True)
+        model, tokenizer, sampling = load(args)
         stop_ids = llama2.stop_ids(model, tokenizer, tokenizer.chat_template.strip())
         if tokenizer.chat_template.strip():
             ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": args.prompt}])
@@ -52,14 +46,12 @@ def main() -> int:
             if left_out:
                 raise ValueError(f"no answer can be held to {left_out[0]}")
         grammar = Grammar(vocabulary, [schema])
-        sampling = llama2.Sampling(args.temperature, seed=args.seed, logits_processor=grammar)
+        sampling = replace(sampling, logits_processor=grammar)
         options = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
         stream = llama2.stream_text(model, tokenizer, ids, stop_ids=stop_ids, **options)
         for text in stream:
             print(text, end="", flush=True)
         print()
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
     return 0 if stream.stop_reason.startswith("stop") else 1
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-import waits  # noqa: F401
+import prelude  # noqa: F401
 
 sys.path.insert(0, str(ROOT))
 import numpy as np

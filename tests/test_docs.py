@@ -54,6 +54,8 @@ def test_commands_of_scripts_have_their_options(script, arguments):
         text for path, text in SOURCES.items() if (ROOT / script) in (path, path.parent)
     )
     assert source
+    if "from prompts import" in source:
+        source += SOURCES[ROOT / "examples/prompts.py"]
     for option in {*re.findall(r"--[a-z0-9-]+", arguments)} - {"--help"}:
         assert f'"{option}"' in source or option[2:].replace("-", "_") in llama2.SAMPLING_LIMITS
 

@@ -99,7 +99,7 @@ def test_a_sampling_option(copied):
         from server import __main__ as program
         from starlette.testclient import TestClient
         args = program.parse_args()
-        app = program.make_app(program.Session(args), "stories", args)
+        app = program.make_app(program.Session(args), args)
         body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5, "top_p": 1}
         post = TestClient(app, "http://localhost").post
         reply = post("/v1/completions", json=body | {"epsilon_cutoff": 1})

@@ -341,7 +341,7 @@ def test_a_conversation_goes_on_beside_others(server):
 
 def test_memory_counts_all_conversations(monkeypatch):
     options = {"model": llama2.DEFAULT_MODEL, "device": "cpu", "dtype": "float32", "quiet": True}
-    options |= {"context": 512, "chat_template": None, "parse_special": False}
+    options |= {"context": 512, "chat_template": None, "parse_special": False, "prompt_cache": True}
     cache = llama2.load(llama2.DEFAULT_MODEL)[0].new_cache(512)
     size = 2 * cache.k.nbytes
     needed = []
@@ -462,7 +462,7 @@ def test_too_many_requests_to_prepare_are_refused(monkeypatch):
     for preparing in ([1] * program.MAX_PREPARING, [program.PREPARING_BYTES - 99]):
         monkeypatch.setattr(program, "PREPARING", preparing)
         with pytest.raises(program.Refusal, match="too many requests") as caught:
-            asyncio.run(program.post(None, "prompt", "a text", request))
+            asyncio.run(program.post(None, request))
         assert caught.value.status_code == 503
 
 

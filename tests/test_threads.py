@@ -41,7 +41,7 @@ def test_programs_say_how_threads_wait_before_they_import_torch():
     """Later, OpenMP would not see it."""
     folders = ("examples", "examples/server", "models", "docs/make")
     paths = [path for folder in folders for path in (SCRIPT.parent / folder).glob("*.py")]
-    texts = {path: path.read_text("utf-8").split("\nimport waits") for path in paths}
+    texts = {path: path.read_text("utf-8").split("\nimport prelude") for path in paths}
     before = {path: text[0] for path, text in texts.items() if len(text) == 2}
     assert len(before) > 9
     for path, text in before.items():

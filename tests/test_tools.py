@@ -239,7 +239,9 @@ def sessions(tmp_path_factory, tokenizer):
                 model = llama2.Llama(config).requires_grad_(False)
                 model.vocab_size = tokenizer.vocab_size  # as where there are rows of no token
                 patch.setattr(llama2, "load", lambda *_, **__: (model, tokenizer))
-                app = server.make_app(Session(args), "m", args)
+                session = Session(args)
+                session.name = "m"
+                app = server.make_app(session, args)
             made[source, options] = testclient.TestClient(app, "http://localhost")
             made[source, options].model = model
         return made[source, options]
@@ -761,11 +763,13 @@ EQUAL = json.loads("""{"max_tokens": 1, "repetition_penalty": 1.5, "penalty_last
 def test_names_of_other_servers(sessions, started):
     """Those of the table mean what it says; two that differ do not. A schema has several forms."""
     assert {ours: {*names} - {"response_format"} for ours, names in SYNONYMS.items()} == {
-        ours: {*names} for ours, names in server_fields.SYNONYMS.items()
+        ours: {*names.split()} for ours, names in server_fields.SYNONYMS.items()
     }
     client = sessions(BOTH)
     forms = [{"response_format": {"type": "json_object", "schema": EQUAL["schema"]}}]
-    forms += [{name: EQUAL["schema"]} for name in ("schema", *server_fields.SYNONYMS["schema"])]
+    forms += [
+        {name: EQUAL["schema"]} for name in ("schema", *server_fields.SYNONYMS["schema"].split())
+    ]
     groups = [forms]
     for ours, names in SYNONYMS.items():
         if ours != "schema":

@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
-import waits  # noqa: F401
+import prelude  # noqa: F401
 
 sys.path.insert(0, str(ROOT))
 import bench_llama2 as bench

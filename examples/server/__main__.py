@@ -36,10 +36,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
-import waits  # noqa: F401
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import prelude
 
-try:
+with prelude.imports(__name__, '"starlette>=1.6" "anyio>=4.2" uvicorn'):
     import anyio.from_thread
     import anyio.to_thread
     import uvicorn
@@ -54,10 +54,6 @@ try:
     from server.guard import BURST, Connection, Refusal, guard, refuse, say
     from server.responses import ResponseJob, Store
     from server.serving import PARALLEL, Session
-except ImportError as error:
-    needed = 'pip install "starlette>=1.6" "anyio>=4.2" uvicorn'
-    print(f"server: {error.name} is missing: {needed}", file=sys.stderr)
-    sys.exit(2)
 
 MAX_BODY, TOKEN_BYTES = 10**6, 100  # of a body: at least, and for each token of the context
 MAX_PREPARING, PREPARING_BYTES = 64, 2**26  # requests, before the model's turn
@@ -84,8 +80,8 @@ def open_page() -> Response:
     )
 
 
-def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
-    """What `handle` makes of a body, or the Refusal; a field of it is what `expected` says."""
+def prepare(take_body: Any, field: str, expected: str, data: bytes) -> Any:
+    """What take_body() makes of a body, of which a field is what `expected` says. Raises Refusal."""
     try:
         # What no answer could quote: half a character, which UTF-8 cannot hold, becomes "?". NaN is
         # no JSON, nor is 1e999 a number, which Python reads as infinity.
@@ -93,45 +89,39 @@ def prepare(handle: Any, field: str, expected: str, data: bytes) -> Any:
         items = json.loads(text.encode("utf-8", "replace")).items()
         body = {key: value for key, value in items if value is not None}
     except (ValueError, RecursionError, AttributeError):
-        return Refusal(400, "the body must be a JSON object, and its numbers finite")
+        raise Refusal(400, "the body must be a JSON object, and its numbers finite") from None
     try:
-        reply = handle(body, field)
+        reply = take_body(body, field)
         refuse_rest(body)
         return reply
-    except Refusal as error:
-        return error
     except ValueError as error:
-        return Refusal(400, f"{field}: {error}", param=field)
-    except (LookupError, TypeError, AttributeError, RecursionError):
-        return Refusal(400, f"{field}: expected {expected}", param=field)
+        raise Refusal(400, f"{field}: {error}", param=field) from error
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Refusal(400, f"{field}: expected {expected}", param=field) from error
 
 
-async def post(handle: Any, field: str, expected: str, request: Any) -> Any:
-    """Answer a body, unless its client hangs up. Two at a time are prepared, apart from the model."""
+async def post(handle: Any, request: Any) -> Any:
+    """Answer what handle() makes of a body, unless the client hangs up. Two bodies at a time are
+    prepared, apart from the model.
+    """
     if request.headers.get("content-type", "").startswith(("text/plain", "multipart/")):
         raise Refusal(415, "the content type must be application/json")  # a form of another site
     data = await request.body()
     if len(PREPARING) >= MAX_PREPARING or sum(PREPARING) + len(data) > PREPARING_BYTES:
         raise Refusal(503, "too many requests come at once; try later")
     PREPARING.append(len(data))
-    reply = Response(status_code=499)  # for nobody
     try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(until_gone, request.receive, request.scope["log"], group)
-            work = prepare, handle, field, expected, data
-            reply = await anyio.to_thread.run_sync(*work, limiter=PREPARERS)
-            group.cancel_scope.cancel()
+        async with until_gone(request.receive, request.scope["log"]):
+            return await anyio.to_thread.run_sync(handle, data, limiter=PREPARERS)
     finally:
         PREPARING.remove(len(data))
-    if isinstance(reply, Refusal):
-        raise reply
-    return reply
+    return Response(status_code=499)  # for nobody
 
 
-def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
+def make_app(session: Session, args: argparse.Namespace) -> Any:
     """The ASGI application."""
     model = {
-        "id": name,
+        "id": session.name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "llama2.py",
@@ -162,8 +152,8 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
             raise Refusal(400, "stream: what is kept comes whole", param="stream")
         return JSONResponse(store[response_id][0])
 
-    complete = partial(Job, session, name, args.prompt_cache)
-    respond = partial(ResponseJob, store, session, name, args.prompt_cache)
+    complete = partial(Job, session)
+    respond = partial(ResponseJob, store, session)
     fixed = {
         "/": open_page(),
         "/health": JSONResponse({"status": "ok"}),
@@ -180,7 +170,7 @@ def make_app(session: Session, name: str, args: argparse.Namespace) -> Any:
     routes = [Route(path, response, methods=["GET"]) for path, response in fixed.items()]
     routes.append(Route("/v1/responses/resp_{id}", kept, methods=["GET", "DELETE"]))
     for path, about in posts.items():
-        routes.append(Route(path, partial(post, *about), methods=["POST"]))
+        routes.append(Route(path, partial(post, partial(prepare, *about)), methods=["POST"]))
     app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: refuse, Exception: refuse},
@@ -255,18 +245,13 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     """Load the model and serve it; returns the exit status."""
     args = parse_args()
-    try:
+    with prelude.errors(llama2.Parser(prog="server")):
         llama2.use_threads(args.threads)
         session = Session(args)
-        path = Path(args.model).absolute()
-        name = path.name.removesuffix(".gguf") if path.exists() else args.model
-        app = make_app(session, name, args)
+        app = make_app(session, args)
         v6 = ":" in args.host  # of "::", all of IPv4, too
         family = socket.AF_INET6 if v6 else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, dualstack_ipv6=v6)
-    except (ImportError, ValueError, OSError, MemoryError, RuntimeError) as error:
-        say(f"server: error: {error}")
-        return 2
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events wait 40 ms
     server = uvicorn.Server(
         uvicorn.Config(

@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 import time
-from collections import deque
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -30,19 +30,29 @@ MAX_PROMPTS, MAX_WAITING = 128, 64  # prompts in a request, queued requests
 PATIENCE, COMMENT = 10, b": at work\n\n"  # which a stream has so often, in seconds
 
 
-async def until_gone(receive: Any, log: list[str], group: Any) -> None:
-    """Cancel a group's work when the client hangs up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    if not log:  # the work has not ended
-        log.append("aborted: the client hung up")
-    group.cancel_scope.cancel()
+@asynccontextmanager
+async def until_gone(receive: Any, log: list[str]) -> AsyncIterator[None]:
+    """Around work for a client: it is cancelled when that hangs up."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not log:  # the work has not ended
+            log.append("aborted: the client hung up")
+        work.cancel()
+
+    with anyio.CancelScope() as work:
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
 
 
 class Job:
     """The response to a request for a chat or a completion, as an ASGI application."""
 
-    def __init__(self, session: Session, name: str, reuse: bool, body: dict, field: str) -> None:
+    def __init__(self, session: Session, body: dict, field: str) -> None:
         """Take all supported fields out of a body; what remains in it is refused or forgotten.
 
         `field` holds the prompt. Raises Refusal, or ValueError for a wrong prompt.
@@ -69,7 +79,7 @@ class Job:
         if answer.forced:  # it is a call, which neither ends
             schema, stops = [], []
         answer.schemas += schema
-        self.answer, self.grammar = answer, None
+        self.answer = answer
         self.n = take(body, "n", 1)  # answers to each prompt
         self.seed = take(body, "seed", None, int)
         self.sampling = take_sampling(body, session.model)
@@ -77,10 +87,10 @@ class Job:
         self.score_prompt = self.echo and top is not None
         self.score_end = not chat or take(body, "include_stop_token", False)
         # A seed promises the same text, but rounding depends on how many tokens are prefilled at once.
-        self.reuse = (
-            take(body, "cache_prompt", self.seed is None) and reuse and not self.score_prompt
-        )
-        self.owner = None if reuse else self  # others' prompts are shared as their caches are
+        reuse = take(body, "cache_prompt", self.seed is None) and session.prompt_cache
+        self.reuse = reuse and not self.score_prompt
+        # Others' prompts are shared as their caches are.
+        self.owner = None if session.prompt_cache else self
         note = ""  # for the log
         if forgotten := refuse_rest(body):
             note += f"; forgot {', '.join(forgotten):.200}"
@@ -98,10 +108,9 @@ class Job:
             control = session.tokenizer.control_pattern.search(str(prompt))
             if control and not parse_special:
                 note += f'; {control[0]} in the prompt stays text without "parse_special": true'
-        if answer.schemas:
-            note += session.hold(answer, chat)
-            self.grammar = session.grammar(answer, chat)
-        elif rendered:  # in a JSON string these may occur
+        note += session.hold(answer, chat)
+        self.grammar = session.grammar(answer, chat)
+        if rendered and not answer.schemas:  # in a JSON string these may occur
             stops += session.stops.texts
         self.tokenizer = visible(session.tokenizer, tokens_in(answer))
         self.options = {  # of stream_text()
@@ -125,7 +134,7 @@ class Job:
         self.note = note
         each = [ids for ids in prompts for _ in range(self.n)]
         self.choices = [Choice(self, index, ids) for index, ids in enumerate(each)]
-        self.waiting = deque(self.choices)  # those that have not begun
+        self.waiting = [*self.choices]  # those that have not begun
         self.is_over = False
         self.replies = asyncio.Queue()  # ends with None
         chunk = ".chunk" if self.stream else ""
@@ -133,22 +142,22 @@ class Job:
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": f"chat.completion{chunk}" if chat else "text_completion",
             "created": int(time.time()),
-            "model": name,
+            "model": session.name,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer until the client hangs up."""
         self.log = scope["log"]
-        jobs = [job for job in self.session.jobs if not job.is_over]
-        if sum(job.choices[0] in job.waiting for job in jobs) >= MAX_WAITING:
+        jobs = self.session.jobs
+        waiting = [job for job in jobs if job.choices[0] in job.waiting and not job.is_over]
+        if len(waiting) >= MAX_WAITING:
             raise Refusal(503, f"{MAX_WAITING} requests are waiting; try later")
         self.request = Request(scope)
         self.loop = asyncio.get_running_loop()
-        self.session.jobs.append(self)
+        jobs.append(self)
         self.session.wake.set()
         try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(until_gone, receive, self.log, group)
+            async with until_gone(receive, self.log):
                 stream = StreamingResponse(self.events(), media_type="text/event-stream")
                 response = stream if self.stream else await self.replies.get()
                 await response(scope, receive, send)
@@ -211,15 +220,14 @@ class Job:
     def tell(self, choice: Choice, delta: dict, scores: list[Score]) -> None:
         """Send an event of what is new."""
         if self.stream:
-            said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-            self.put(self.about | {"choices": [choice.said(said, scores)]})
+            self.put(self.about | {"choices": [choice.said("delta", delta, scores)]})
 
     def end(self, usage: dict) -> None:
         """Send the whole answer, or its usage."""
-        choices = []
-        for choice in () if self.stream else self.choices:
-            reader = choice.reader
-            said = {"message": reader.message} if self.chat else {"text": reader.text}
-            choices.append(choice.said(said, choice.scores[: choice.told]))
+        choices = [
+            choice.said("message", choice.reader.message, choice.scores[: choice.told])
+            for choice in self.choices
+            if not self.stream
+        ]
         if self.include_usage:
             self.put(self.about | {"choices": choices, "usage": usage})

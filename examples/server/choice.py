@@ -1,10 +1,9 @@
 """One answer to a prompt, as the model's thread writes it, with the scores of its tokens."""
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from batch import Row
@@ -14,7 +13,8 @@ from server.guard import Refusal
 from server.tools import Reader, name_tokens
 
 
-class Score(NamedTuple):
+@dataclass
+class Score:
     """A token, its log-probability, and the text that it completes."""
 
     top: dict[int, float]  # log-probabilities of its id and the likeliest; {} for the first id
@@ -67,8 +67,9 @@ class Choice(Row):
         self.decoder = llama2.StreamDecoder(job.tokenizer, first)
         if job.score_prompt:
             self.append(self.ids[0], {})
-        before = [session.tokenizer.decode(self.ids)] if job.echo else []
-        return itertools.chain(before, self.stream)
+        if job.echo:
+            self.take(session.tokenizer.decode(self.ids))
+        return self.stream
 
     def __call__(self, tokens: torch.Tensor, cache: llama2.Cache) -> torch.Tensor:
         """tokens (1, n) -> logits (1, V), once a pass has made them, if anybody waits for them."""
@@ -92,10 +93,9 @@ class Choice(Row):
     def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
         """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""
         logprobs = logits.log_softmax(-1)[:, : self.job.session.model.vocab_size]
-        best = logprobs.topk(self.job.top)
-        for t, token_id in enumerate(ids):
-            top = dict(zip(best.indices[t].tolist(), best.values[t].tolist()))
-            self.append(token_id, {token_id: logprobs[t, token_id].item()} | top)
+        values, indices = logprobs.topk(self.job.top)
+        for token_id, own, *best in zip(ids, logprobs, indices.tolist(), values.tolist()):
+            self.append(token_id, {token_id: own[token_id].item()} | dict(zip(*best)))
 
     def append(self, token_id: int, top: dict[int, float]) -> None:
         """Keep the score of an id."""
@@ -121,8 +121,7 @@ class Choice(Row):
         new = waiting[: sum(whole or score.start < shown for score in waiting)]
         self.told += len(new)
         if whole and new:  # incomplete characters
-            new[-1] = new[-1]._replace(text=new[-1].text + self.decoder.flush())
-            self.scores[-1] = new[-1]
+            new[-1].text += self.decoder.flush()
         return new
 
     def take(self, text: str, ended: bool = False) -> None:
@@ -142,10 +141,9 @@ class Choice(Row):
             self.job.fail(ended)
         else:
             self.take("", ended=True)
-            self.about["finish_reason"] = "length"
-            if self.stream.stop_reason.startswith("stop"):
-                called = "tool_calls" in self.reader.message
-                self.about["finish_reason"] = "tool_calls" if called else "stop"
+            stopped = "tool_calls" if "tool_calls" in self.reader.message else "stop"
+            is_cut = not self.stream.stop_reason.startswith("stop")
+            self.about["finish_reason"] = "length" if is_cut else stopped
             self.job.tell(self, {}, [])
             self.job.finish()
         super().end(ended)
@@ -167,8 +165,11 @@ class Choice(Row):
             entries[name] = {"token": name, "logprob": logprob, "bytes": [*data]}
         return [*entries.values()]
 
-    def said(self, said: dict, scores: list[Score]) -> dict:
-        """The choice in OpenAI's form, with what it says, and with scores if they were asked for."""
+    def said(self, key: str, message: dict, scores: list[Score]) -> dict:
+        """The choice in OpenAI's form, with a message or a delta, and with scores if they were asked
+        for.
+        """
+        said = {key: message} if self.job.chat else {"text": message.get("content", "")}
         if self.job.top is None:
             return self.about | said
         tokens = [self.entries(score) for score in scores]

@@ -1,6 +1,5 @@
 """The fields of requests: each is taken out of a body and checked; what remains is refused by name."""
 
-import itertools
 import json
 import re
 from dataclasses import dataclass, replace
@@ -26,17 +25,11 @@ LIMITS = {
 }
 # Other names of fields: of OpenAI's second interface, of llama-server, Ollama, TGI and others.
 SYNONYMS = {
-    "max_tokens": (
-        "max_completion_tokens",
-        "max_output_tokens",
-        "max_new_tokens",
-        "n_predict",
-        "num_predict",
-    ),
-    "penalty_last_n": ("repeat_last_n",),
-    "repetition_penalty": ("repeat_penalty", "rep_pen"),
-    "stop": ("stop_sequences", "stopping_strings"),
-    "schema": ("json_schema", "guided_json", "format"),
+    "max_tokens": "max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict",
+    "penalty_last_n": "repeat_last_n",
+    "repetition_penalty": "repeat_penalty rep_pen",
+    "stop": "stop_sequences stopping_strings",
+    "schema": "json_schema guided_json format",
 }
 # What an answer would have to have, and cannot: fields that are refused, unless they are empty, 0 or
 # false, or have such a value.
@@ -102,7 +95,7 @@ def take(body: dict, name: str, default: Any, value_type: type | None = None) ->
     if name in LIMITS:
         expected += f" from {low} to {high}"
     taken = default
-    for key in (name, *SYNONYMS.get(name, ())):
+    for key in (name, *SYNONYMS.get(name, "").split()):
         value = body.pop(key, None)
         if value is None or (value == -1 and key.endswith("_predict")):  # there: no limit
             continue
@@ -264,8 +257,9 @@ def refuse_rest(body: dict) -> list[str]:
     A hint of one client or another harms nobody, but a misspelt name is told.
     """
     forgotten = []
+    known = [*LIMITS, *" ".join(SYNONYMS.values()).split()]
     for key, value in body.items():
-        close = get_close_matches(key, [*LIMITS, *itertools.chain(*SYNONYMS.values())], 1, 0.85)
+        close = get_close_matches(key, known, 1, 0.85)
         if REFUSED.fullmatch(key):
             if value and not NEUTRAL.fullmatch(f"{key} {json.dumps(value)}"):
                 raise wrong(key, value, ", which is not supported")

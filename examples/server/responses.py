@@ -56,24 +56,22 @@ def messages_of(items: list[dict], body: dict) -> list[dict]:
     """
     messages = []
     for item in items:
-        kind = item.get("type", "message")
         new = {"role": "assistant", "content": ""}
-        if kind == "message":
-            new = {"role": item["role"], "content": item.get("content") or ""}
-        elif kind == "reasoning":
-            new["reasoning"] = text_of(item.get("content") or item.get("summary") or [])
-        elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            new["tool_calls"] = [{"id": item["call_id"], "type": "function", "function": function}]
-        elif kind == "function_call_output":
-            new = {
-                "role": "tool",
-                "tool_call_id": item["call_id"],
-                "content": item.get("output") or "",
-            }
-        else:
-            body[f"{kind} in the input"] = True
-            continue
+        match item.get("type", "message"):
+            case "message":
+                new |= {"role": item["role"], "content": item.get("content") or ""}
+            case "reasoning":
+                new["reasoning"] = text_of(item.get("content") or item.get("summary") or [])
+            case "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                new["tool_calls"] = [call]
+            case "function_call_output":
+                content = item.get("output") or ""
+                new = {"role": "tool", "tool_call_id": item["call_id"], "content": content}
+            case other:
+                body[f"{other} in the input"] = True
+                continue
         last = messages[-1] if messages else {"role": ""}
         # Reasoning begins a message; text goes on from it, and calls from either.
         goes_on = "tool_calls" in new or ("reasoning" not in new and not last.get("content"))
@@ -88,14 +86,12 @@ def messages_of(items: list[dict], body: dict) -> list[dict]:
 class ResponseJob(Job):
     """The response to a request, as an ASGI application."""
 
-    def __init__(
-        self, store: Store, session: Session, name: str, reuse: bool, body: dict, field: str
-    ) -> None:
+    def __init__(self, store: Store, session: Session, body: dict, field: str) -> None:
         """Make a chat's fields of those of a body. Raises Refusal, or ValueError for a wrong input."""
-        self.asked = {key: value for key, value in body.items() if key != field}
+        items = body.pop(field, None)
+        self.asked = {**body}
         for key in CHAT_ONLY & body.keys():
             raise wrong(key, body[key], ", which only chats have")
-        items = body.pop(field, None)
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
         self.items = [store.find_item(item) for item in items]  # the conversation
@@ -117,7 +113,7 @@ class ResponseJob(Job):
         self.item = None  # the last of them, if it is incomplete
         self.number = 0  # of the next event
         body |= {"messages": messages, "response_format": form}
-        super().__init__(session, name, reuse, body, "messages")
+        super().__init__(session, body, "messages")
 
     def response(self, status: str, **fields: Any) -> dict:
         """OpenAI's object."""

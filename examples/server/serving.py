@@ -48,7 +48,10 @@ class Session:
         if args.chat_template == self.template:  # it is no name
             with llama2.naming(source):
                 self.template = Path(source).read_text("utf-8")
-        self.parse_special = args.parse_special  # in raw prompts, unless a request says otherwise
+        path = Path(args.model).absolute()
+        self.name = path.name.removesuffix(".gguf") if path.exists() else args.model
+        # What holds unless a request says otherwise.
+        self.parse_special, self.prompt_cache = args.parse_special, args.prompt_cache
         self.check = lambda: None  # called while a grammar is compiled; it may raise to end that
         first = self.model.new_cache(context)
         size = 2 * first.k.nbytes
@@ -80,7 +83,7 @@ class Session:
             owners = [row.job for row in self.rows if not row.ended]
             waiting = [job for job in self.jobs if job.waiting]
             if waiting and len(owners) < self.parallel:
-                self.rows.append(min(waiting, key=owners.count).waiting.popleft())
+                self.rows.append(min(waiting, key=owners.count).waiting.pop(0))
             elif owners:
                 self.rows.run()
             else:
@@ -111,8 +114,10 @@ class Session:
         """Token ids of each prompt: a text, a list of ids, or a list of either. Raises ValueError."""
         if not isinstance(prompt, list) or {*map(type, prompt)} == {int}:
             prompt = [prompt]
-        encode = functools.partial(self.tokenizer.encode, parse_special=parse_special)
-        encoded = [encode(ids) if isinstance(ids, str) else ids for ids in prompt]
+        encoded = [
+            self.tokenizer.encode(ids, parse_special=parse_special) if isinstance(ids, str) else ids
+            for ids in prompt
+        ]
         for ids in encoded:
             if {*map(type, ids)} != {int}:
                 raise ValueError("expected text, token ids, or a list of either, not empty")
@@ -194,7 +199,9 @@ class Session:
         return note
 
     def grammar(self, answer: Answer, chat: bool) -> Any:
-        """The Grammar of an answer, which each choice copies. Raises ValueError."""
+        """The Grammar of an answer, which each choice copies, if it has one. Raises ValueError."""
+        if not answer.schemas:
+            return None
         return self.compile_grammar(chat, json.dumps(answer.schemas), rules(answer))
 
     @functools.lru_cache(MAX_GRAMMARS)  # noqa: B019

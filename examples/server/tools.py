@@ -25,9 +25,9 @@ import llama2
 SECRET = secrets.token_hex(8)
 MARK = re.compile(f"(§{SECRET}:\\d+§)")
 NAMES = ["zqfirst", "zqsecond", "zqthird"]
-KEY, VALUE, CONTENT, CALL_ID = "zqkey", "zqvalue", "zqcontent", "callid00"
+KEY, VALUE, CONTENT = "zqkey", "zqvalue", "zqcontent"
+CALL_ID = "callid000"  # Mistral's templates want nine letters or digits
 ARGUMENTS = re.compile(rf'{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*}}')
-ID = re.compile(f"{CALL_ID}\\d")  # Mistral's templates want nine letters or digits
 JSON = json.JSONDecoder()
 TAG = re.compile(r"</([\w:]*think)>|\[/THINK]")  # the end of reasoning
 
@@ -120,12 +120,8 @@ class Template:
         """A question and an answer with so many calls."""
         arguments = json.dumps({KEY: VALUE}) if as_text else {KEY: VALUE}
         functions = [{"name": name, "arguments": arguments} for name in NAMES[:count]]
-        calls = [
-            {"id": f"{CALL_ID}{i}", "type": "function", "function": function}
-            for i, function in enumerate(functions)
-        ]
-        answer = {"role": "assistant", "content": content, "tool_calls": calls}
-        return ID.sub(f"{CALL_ID}0", self.render(answer))
+        calls = [{"id": CALL_ID, "type": "function", "function": f} for f in functions]
+        return self.render({"role": "assistant", "content": content, "tool_calls": calls})
 
     @functools.cached_property
     def format(self) -> Format:
@@ -195,7 +191,7 @@ def read_format_of(template: Template, as_text: bool, no_content: str | None) ->
             separator = first
 
     # 4. What begins a call: a control token, or what stands before its JSON.
-    marker = ID.split(re.split(r'\[?\s*\{\s*"', before)[0].rstrip())[0]
+    marker = re.split(r'\[?\s*\{\s*"', before)[0].rstrip().partition(CALL_ID)[0]
     if mark := MARK.match(marker):
         marker = mark[0]
     return Format(before, between, separator, after, marker, as_text, no_content)
@@ -220,7 +216,7 @@ def escape(text: str) -> str:
 def pattern(form: Format, text: str) -> str:
     """A part of a call as a regular expression, for any id of a call."""
     if not form.is_json:
-        return f"[a-zA-Z0-9]{{{len(CALL_ID) + 1}}}".join(map(escape, ID.split(text)))
+        return f"[a-zA-Z0-9]{{{len(CALL_ID)}}}".join(map(escape, text.split(CALL_ID)))
     space = r"[ \t\n]{0,40}"
     parts = re.split(r"([{}:,])", text)
     parts = [space + escape(p) + space if p in set("{}:,") else escape(p.strip()) for p in parts]
@@ -281,7 +277,7 @@ def rules(answer: Answer) -> str:
         first = f"{items(form, form.before)} call"
         if choices[0] == "FREE":
             leads, begun = [], triggers(answer)
-            for i, (name, trigger) in enumerate(zip(answer.names, begun, strict=True)):
+            for i, (name, trigger) in enumerate(zip(answer.names, begun)):
                 lead = f"lead{begun.index(trigger)}"
                 rest = (form.before + name + form.between)[len(trigger) :]
                 leads.append(f"{lead} {items(form, rest)} value{i}")

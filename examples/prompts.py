@@ -1,0 +1,35 @@
+"""What the programs have in common that continue a prompt or answer it. A module, no program."""
+
+import argparse
+from typing import Any
+
+import llama2
+
+
+def add_options(parser: llama2.Parser, max_new_tokens: int) -> None:
+    """The model, and how it writes; `max_new_tokens` is the default."""
+    add = parser.add_argument
+    limit = llama2.in_range(int, 0)
+    add("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
+    add("--max-new-tokens", metavar="N", type=limit, default=max_new_tokens)
+    add("--temperature", metavar="X", type=float, default=0.8)
+    add("--seed", metavar="N", type=int, default=0)
+
+
+def load(
+    args: argparse.Namespace, device: str = "cpu", **options: Any
+) -> tuple[llama2.Llama, llama2.Tokenizer, llama2.Sampling]:
+    """What the options ask for; `options` are others of llama2.load()."""
+    llama2.use_threads()
+    model, tokenizer = llama2.load(args.model, device, "auto", progress=True, **options)
+    return model, tokenizer, llama2.Sampling(args.temperature, seed=args.seed)
+
+
+def answer(
+    model: llama2.Llama, tokenizer: llama2.Tokenizer, prompt: str, chat: bool, **options: Any
+) -> llama2.TextStream:
+    """The text after a prompt; `chat`: the answer to it as a question. Options are generate()'s."""
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        return llama2.chat(model, tokenizer, messages, **options)
+    return llama2.stream_text(model, tokenizer, tokenizer.encode(prompt), **options)
