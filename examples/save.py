@@ -191,7 +191,7 @@ def convert_weight(weight: llama2.Weight, ggml_type: str | None) -> llama2.Weigh
 def check_file(path: Path, overwrite: bool) -> None:
     """Raises ValueError unless a file may be written there."""
     if path.exists() and not (overwrite and path.is_file()):
-        raise ValueError(f"{path} exists already; overwrite=True (--force) replaces it if a file")
+        raise ValueError(f"{path} exists already; overwrite=True (--force) replaces a file")
 
 
 @contextmanager

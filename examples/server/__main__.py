@@ -7,8 +7,7 @@
 The event loop talks to clients. A second thread runs the model (serving.py): each pass makes a token
 for all answers that are written, and between two, a piece of a prompt is read. An answer is the one
 that its request gets alone. The last KV caches are kept, so that only the new tokens of a conversation
-are prefilled. A field that an answer cannot follow is refused by its name,
-or forgotten if it is a hint.
+are prefilled. A field that an answer cannot follow is refused by its name, or forgotten if it is a hint.
 
     __main__.py  the command line, the paths, the page (chat.html)
     guard.py     refuses other sites, errors, the log
