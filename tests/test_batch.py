@@ -89,6 +89,7 @@ def test_program(bundled, capsys, monkeypatch, tmp_path):
             assert answer["text"] == "".join(stream)
         assert " ".join(answer["prompt"][:8] for answer in answers) == "fox The wolf The king Who?"
         assert output.err.endswith(" tokens/s\n")
+        assert ("batch.py: the model has no chat template: " in output.err) == bool(chat)
 
 
 def test_several_tokens_of_each_sequence(model, no_grad):
