@@ -1600,12 +1600,12 @@ def load(
 ) -> tuple[Llama, Tokenizer]:
     """Load a model file, directory or name (see README), or a Checkpoint: (model, tokenizer).
 
-    `dtype` is that of the activations; "auto" chooses it, and may round them to 16-bit integers in
-    large models, which is faster. `trainable`: all weights become float32 parameters that take
-    gradients. `compile`: whether to use kernels, which are compiled once (None: for models above
-    64 MiB). `progress`: show a bar. `context` and `batch_size` only check that a cache for them,
-    which new_cache() will allocate, fits into memory beside the weights.
-    Raises ValueError, also if it does not fit, or FileNotFoundError.
+    `device`: one of torch's, or "auto". `dtype` is that of the activations; "auto" chooses it, and
+    may round them to 16-bit integers in large models, which is faster. `trainable`: all weights
+    become float32 parameters that take gradients. `compile`: whether to use kernels, which are
+    compiled once (None: for models above 64 MiB). `progress`: show a bar. `context` and
+    `batch_size` only check that a cache for them, which new_cache() will allocate, fits into memory
+    beside the weights. Raises ValueError (also if they do not fit) or FileNotFoundError.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     config = checkpoint.config
@@ -1622,12 +1622,12 @@ def load(
     tokenizer = checkpoint.tokenizer
     model = build_model(checkpoint, plan.device, plan.dtype, plan.unpack, trainable, progress)
     model.name_or_path = checkpoint.path
-    model.vocab_size = tokenizer.vocab_size
+    model.vocab_size = tokenizer.vocab_size  # the model's matrices may be padded to more
     ends = *config.stop_token_ids, *ends_by_text(config, tokenizer)
     model.config = replace(config, stop_token_ids=ends)
     model.sampling = Sampling(**checkpoint.sampling)
     if plan.fast:
-        # The kernels compute with float16; torch would convert the cache at each step.
+        # Kernels read float16 as it is; torch would have to convert the cache at each step.
         model.cache_dtype = torch.float16
     if plan.kernels or plan.device.type == "cuda":
         accelerate(model, plan.fast, plan.kernels)
@@ -1648,7 +1648,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def find_model(name: str) -> Path:
-    """The path of the model that a name means. If it is on the hub, its files are downloaded.
+    """The path of the model of this name. If it is on the hub, its files are downloaded.
 
     The name is that of an installed package, or ORG/NAME[@REVISION][:TYPE or /FILE.gguf] for the
     hub (HUB_NAME). Raises ValueError or FileNotFoundError.
@@ -1731,19 +1731,20 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of the model's state_dict()
     read_tokenizer: Callable[[], Tokenizer]
     file: GGUF | None = None  # the open file, with its metadata; None for a directory
-    recommended: Mapping = field(default_factory=dict)  # what generation_config.json says
+    recommended: Mapping = field(default_factory=dict)  # as generation_config.json has it
 
     @functools.cached_property
     def sampling(self) -> dict:
-        """The fields of Sampling that are recommended. A warning names what is not followed."""
+        """What the files recommend, as fields of Sampling. A warning names what is not followed."""
         followed = {}
         ignored = []
-        # These values change nothing: 0, 1, and a limit on tokens that is the context's own.
+        # These values change nothing: 0, 1, and a limit on tokens as high as the context's.
         unchanged = 0, 1, self.config.max_position_embeddings
         for name, value in self.recommended.items():
             if name in GGUF_SAMPLING:
-                # Convert it to the type of the field's default: 50.0 is 50, as in llama.cpp, and
-                # one stop string is a tuple of one. What Sampling refuses is not followed.
+                # A field of Sampling. Convert the value to the type of the field's default: 50.0
+                # becomes 50, as in llama.cpp, and one stop string a tuple of one. What Sampling
+                # refuses is not followed.
                 with suppress(ArithmeticError, TypeError, ValueError):
                     field_type = type(getattr(Sampling, name))
                     typed = field_type([value] if isinstance(value, str) else value)
@@ -1770,7 +1771,7 @@ class Checkpoint:
 
 
 def ends_by_text(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """The control tokens that end a text by what they are called (END_TEXT), but for `config`'s."""
+    """The ids of control tokens whose texts mark an end (END_TEXT), without those of `config`."""
     ids = {tokenizer.special_ids[text] for text in tokenizer.marks if re.fullmatch(END_TEXT, text)}
     return sorted(ids - {config.eos_token_id, *config.stop_token_ids})
 
@@ -1780,7 +1781,7 @@ class Plan(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype  # of activations, and of matrices that are unpacked
-    kernels: bool  # kernels/ computes the products with quantised matrices
+    kernels: bool  # kernels/ is used; on a CPU, for the products with quantised matrices
     fast: bool  # the kernels round activations to 16-bit integers; the cache has 16 bits
     unpack: bool  # all matrices become dense, of `dtype`
 
@@ -1808,7 +1809,8 @@ def plan_loading(
         ) from error
     on_cpu = device.type == "cpu"
 
-    # 2. The dtype of activations. "auto" runs no bfloat16 in float16, which might overflow.
+    # 2. The dtype of activations. On MPS, "auto" is float16, but not for files with bfloat16, which
+    #    has larger numbers.
     dtype_name = str(dtype).removeprefix("torch.")
     accepted = ["float32"] if trainable else DTYPES
     if dtype_name not in accepted:
@@ -1843,11 +1845,11 @@ def plan_loading(
 
 
 def memory_needed(checkpoint: Checkpoint, plan: Plan, context: int) -> float:
-    """The bytes for the weights and a KV cache of `context` tokens, and 5 % more."""
+    """The bytes for the weights and a KV cache of `context` tokens, with 5 % to spare."""
     size = 0
     for weight in checkpoint.weights.values():
         kept = None if plan.unpack else weight.kept_type(plan.dtype)
-        # A copy of the description, as if the file had the type that the model will have.
+        # The same weight, if the file had it in the type that the model will have.
         size += replace(weight, ggml_type=kept or DENSE_NAMES[plan.dtype]).nbytes
     config = checkpoint.config
     # The keys and values of one token.
@@ -1867,7 +1869,7 @@ def free_memory(device: torch.device) -> float:
     files = "memory.max memory.limit_in_bytes memory.stat"
     for limit, statistics in read_cgroups(files, r"(?s)^(\d+)(.*)"):  # "max" does not match
         # Subtract what cannot be freed: in version 2, anon and shmem; in version 1, the two lines
-        # with "total_", because there "shmem" leaves out the groups within this one.
+        # with "total_", because there "shmem" leaves out the cgroups within this one.
         names = r"(?s)\b(?:anon|total_rss|total_shmem|shmem(?!.*total_)) (\d+)"
         free = min(free, int(limit) - sum(map(int, re.findall(names, statistics))))
     return free
@@ -1875,7 +1877,8 @@ def free_memory(device: torch.device) -> float:
 
 def read_cgroups(files: str, pattern: str) -> Iterator:
     """What a pattern finds in the files of the process's cgroup, and of each one around it: the
-    limits that containers and Slurm set. The files are those of version 2 and version 1 (Linux).
+    limits that containers and Slurm set (Linux). `files`: their names, in version 2 and version 1;
+    the texts of those that exist are searched as one.
     """
     with suppress(OSError):
         text = Path("/proc/self/cgroup").read_text()
@@ -1898,7 +1901,7 @@ def use_threads(given: int | None = None) -> str:
         files = "cpu.max cpu.cfs_quota_us cpu.cfs_period_us"
         for quota, period in read_cgroups(files, r"^(\d+)\s+(\d+)"):
             limit = math.ceil(int(quota) / int(period)), "a quota of CPU time"
-            # Of two equal numbers, as in a second call, the quota's counts: "a" is before "t".
+            # If both numbers are equal, as in a second call, the quota is the reason: "a" < "t".
             threads, why = min((threads, why), limit)
     torch.set_num_threads(threads)
     return f"{threads} thread{'s' if threads > 1 else ''} ({why})"
@@ -1936,7 +1939,7 @@ def build_model(
                 w = weight.dense(dtype).to(device)
                 model.get_submodule(module).weight = nn.Parameter(w, requires_grad=trainable)
                 continue
-            is_same = ggml_type == weight.ggml_type  # else it is F16
+            is_same = ggml_type == weight.ggml_type  # else it is F16: see kept_type()
             rows = weight.read() if is_same else weight.dense(torch.float16).view(torch.uint8)
             layer_class = QuantizedEmbedding if module == "embed_tokens" else QuantizedLinear
             model.set_submodule(module, layer_class(rows.to(device), ggml_type, dtype))
@@ -1967,14 +1970,14 @@ def load_kernels() -> Any:
     """kernels/cpu.cpp as a library, compiled once per machine; None, with a warning, if that fails.
 
     It has threads of its own, as many as torch has. Up to `load_kernels().gemv_tokens` tokens may
-    go through a layer together, and each gets the same bits as if it went alone.
+    go through a layer together; the result for each is the same, bit for bit, as if it went alone.
     """
     return open_kernels().load_kernels()
 
 
 @functools.cache
 def open_kernels() -> Any:
-    """kernels/accelerate.py as a module; without the folder UNACCELERATED, with a warning."""
+    """kernels/accelerate.py as a module. If the folder is missing: UNACCELERATED, and a warning."""
     if not KERNELS.is_dir():
         warnings.warn(
             f"models will be slow: {KERNELS} is missing; the folder belongs beside llama2.py",
@@ -1989,7 +1992,7 @@ def open_kernels() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """A class of kernels/, which unpickling looks up in this module."""
+    """A class of kernels/. Pickles of models that were accelerated look for it in this module."""
     if re.match("(Native|Planes|Graph)[A-Z]", name):
         return getattr(open_kernels(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -1998,9 +2001,9 @@ def __getattr__(name: str) -> Any:
 # --------------------------------------------------------------------------------------------------
 # 14. GGUF
 #
-# ggml's docs/gguf.md describes the format. A GGUF file is a Hugging Face folder in one file:
-# gguf_settings() translates its keys to the settings of that folder. From there on, both formats go
-# one way: read_config(), Checkpoint.sampling, make_vocabulary().
+# ggml's docs/gguf.md describes the format. A GGUF file has in one file what a Hugging Face
+# directory has in several: gguf_settings() translates its keys to the settings there. From then on,
+# both formats take the same path: read_config(), Checkpoint.sampling, make_vocabulary().
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -2010,7 +2013,7 @@ def open_gguf(path: Path) -> Checkpoint:
     metadata = file.metadata
     weights = file.weights
     count = get_typed(metadata, "split.count", int, 1)
-    # is_first is 1 if the name ends so, else 0.
+    # is_first is 1 if the name ends like this, else 0.
     stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", path.name)
     if count > 1 and not is_first:
         raise ValueError(f"one of {count} splits; pass NAME-00001-of-{count:05}.gguf")
@@ -2020,7 +2023,7 @@ def open_gguf(path: Path) -> Checkpoint:
     # 2. The Config, if the model is one that this file can run.
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
-    settings = gguf_settings(metadata)  # three dictionaries
+    settings = gguf_settings(metadata)  # [0] is config.json's, [1] generation_config.json's
     try:
         config = read_config(settings[0], "output.weight" in weights)
     except ValueError as error:  # it names a setting of config.json: name the file's key instead
@@ -2080,6 +2083,7 @@ def gguf_settings(metadata: Mapping) -> tuple[dict, dict, dict]:
             get("tokenizer.chat_template.tool_use", str, ""),
         ),
     }
+    # Without the keys, llama.cpp assumes these ids, too.
     ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
     for name, key in SPECIAL_TOKENS.items():
         i = metadata.get(key, ids.get(name))
@@ -2107,10 +2111,10 @@ class GGUF:
         self.metadata: dict = {}
         self.weights: dict[str, Weight] = {}
         with naming(path):
-            # 1. The head: magic, version, and two counts.
+            # 1. The start of the header: magic, version, and two counts.
             file = MappedFile(path)
             self.data = file.data
-            self.limit = min(LIMIT, len(file.data))  # where the header must end
+            self.limit = min(LIMIT, len(file.data))  # the header ends here at the latest
             magic, self.version = self.unpack("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
                 raise ValueError(
@@ -2131,8 +2135,8 @@ class GGUF:
                     else:
                         [self.metadata[key]] = self.values(value_type)
 
-            # 3. The name, type, shape and place of each tensor. gguf knows all types, but importing
-            #    it takes 0.1 s.
+            # 3. The name, shape, type and offset of each tensor. The package gguf knows all types,
+            #    but importing it takes 0.1 s.
             type_names = {ggml_type.number: name for name, ggml_type in GGML_TYPES.items()}
             infos = {}
             for _ in range(tensor_count):
@@ -2177,7 +2181,8 @@ class GGUF:
         if value_type != GGUF_STRING:
             raise ValueError(f"has the unknown type {value_type}")
         texts = []
-        for _ in range(count):  # without calls of unpack(): Llama 3's vocabulary has 400,000 texts
+        # Calls of unpack() would be slow: Llama 3's vocabulary and merges are 400,000 texts.
+        for _ in range(count):
             [size] = struct.unpack("<Q", self.data.read(8))
             if self.data.tell() + size > self.limit:
                 raise ValueError(f"a text of {size} bytes, beyond the end of the header")
@@ -2197,7 +2202,7 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     # 1. The weights, with the rows of q_proj and k_proj in Meta's order.
     settings = hf_settings(folder)
 
-    def reorder(weight: Weight) -> Weight:  # the lambda runs later, with `config` from below
+    def reorder(weight: Weight) -> Weight:  # its lambda runs later, with `config` from below
         return replace(
             weight, read=lambda: rows_from_hf(weight.read(), config.head_dim).contiguous()
         )
@@ -2229,7 +2234,7 @@ def hf_settings(folder: Path) -> dict:
     """config.json, with transformers' defaults for what it leaves out. Raises ValueError."""
     path = folder / "config.json"
     with naming(path):
-        # (The sliding window is Mistral's: any other model loses it below.)
+        # The sliding window is Mistral's: it is deleted below for any other model.
         defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": 4096}
         settings = defaults | read_json(path)
         # The settings of RoPE have two names; where a file has both, transformers uses the first.
@@ -2274,7 +2279,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
             end = entry["data_offsets"][1]
             continue
         with naming(name):
-            # No file has the last of these as its dtype: it is there to end the message.
+            # The last of these is no dtype: it is the end of the error message.
             require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
             weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
             require(entry, "data_offsets", [[end, end + weight.nbytes]])
@@ -2286,8 +2291,8 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
 
 
 def rename_from_hf(tensors: Mapping, reorder: Callable) -> dict:
-    """Tensors by Hugging Face's names -> by the names of this file; reorder() permutes the rows of
-    q_proj and k_proj (and of norms of q and k, which Llama does not have).
+    """Tensors by Hugging Face's names -> by the names of this file's Llama; reorder() permutes the
+    rows of q_proj and k_proj (and of norms of q and k, which only models like Qwen 3 have).
     """
     return {
         name.removeprefix("model."): reorder(t) if re.search(r"[qk]_(proj|norm)\.", name) else t
@@ -2297,7 +2302,7 @@ def rename_from_hf(tensors: Mapping, reorder: Callable) -> dict:
 
 
 def rows_from_hf(w: Tensor, head_dim: int) -> Tensor:
-    """q_proj or k_proj with its rows in Hugging Face's order -> with its rows in Meta's order."""
+    """q_proj or k_proj with rows in Hugging Face's order -> in Meta's: see apply_rotary_emb()."""
     return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -2314,8 +2319,9 @@ def read_config(settings: Mapping, has_output: bool) -> Config:
     # The first of the ids that end a text is EOS, the others are stop_token_ids.
     ends = [i for i in dict.fromkeys(settings["eos_token_id"]) if i is not None]
     settings = {**settings, "eos_token_id": ends[0] if ends else None}
-    # Read the fields of Config that GGUF_CONFIG names. Config's default shows the type of each, and
-    # stands for what is missing, except for these: what is REQUIRED has no default.
+    # Read the fields of Config that GGUF_CONFIG names. Each must have the type of Config's default,
+    # which stands for what is missing. But what is REQUIRED has no default here, and there are as
+    # many key/value heads as query heads.
     defaults = dict.fromkeys(REQUIRED)
     defaults["num_key_value_heads"] = settings.get("num_attention_heads")
     values: dict = {}
@@ -2385,7 +2391,9 @@ def match_tensors(
 
 
 def get_typed(settings: Mapping, key: str, type_: type, default: Any = None) -> Any:
-    """The value of `key`; `default` if it is absent or null. Raises ValueError for a wrong type."""
+    """The value of `key`; `default` if it is absent or null. Raises ValueError for another type (an
+    int counts as a float), or if there is neither.
+    """
     value = settings.get(key)
     if value is None:
         value = default
@@ -2424,8 +2432,10 @@ def read_file(path: Path) -> bytes:
 
 
 def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence) -> Weight:
-    """The tensor at `offset` in a file. Raises ValueError if it does not fit."""
-    # (The function is called later, when there is a `weight`.)
+    """The tensor at `offset` in a file. Raises ValueError if its shape is impossible for its type,
+    or if the file ends before it does.
+    """
+    # The lambda runs later, when there is a `weight`.
     weight = Weight(
         ggml_type,
         tuple(shape),
@@ -2467,8 +2477,8 @@ class MappedFile:
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
-        # Who asks again builds another model. It gets a new mapping of the file, so that changes to
-        # one model do not reach the other.
+        # A tensor is asked for again when another model is built. That gets a new mapping of the
+        # file, so that changes to one model do not reach the other.
         if offset in self.returned:
             self.data, self.returned = MappedFile(self.path).data, set()
         self.returned.add(offset)
@@ -2479,7 +2489,7 @@ class MappedFile:
 
 @contextmanager
 def naming(item: str | Path) -> Iterator[None]:
-    """Prefixes errors with the file (a Path), or with the item in it, that is being read."""
+    """Prefix errors with the file that is being read (a Path), or with the item in it (a str)."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -2525,13 +2535,14 @@ def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
         return Tokenizer(vocabulary_from_gguf(GGUF(path).metadata))
 
 
-# Here, because part II knows no files.
+# Set here, because part II reads no files.
 Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
 def vocabulary_from_gguf(metadata: Mapping, settings: tuple = ()) -> Vocabulary:
-    """The vocabulary that GGUF's keys describe. `settings`: those of gguf_settings(). Raises
-    ValueError.
+    """The vocabulary that GGUF's keys describe. Raises ValueError.
+
+    `settings`: what gguf_settings() returned, if it was called.
     """
     # 1. The lists of pieces and types. "llama" is SentencePiece, "gpt2" byte-level BPE.
     get = functools.partial(get_typed, metadata)
@@ -2541,7 +2552,7 @@ def vocabulary_from_gguf(metadata: Mapping, settings: tuple = ()) -> Vocabulary:
     prefix = get("tokenizer.ggml.add_space_prefix", bool, is_llama)
     # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
     scheme = get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never")
-    raw = Vocabulary(pieces, types, None, prepend_scheme=scheme)
+    raw = Vocabulary(pieces, types, None, prepend_scheme=scheme)  # step 2 sets its `model`
     config, _, tokenizer_config = settings or gguf_settings(metadata)
     # EOS, the first of the ids that end a text, is among the special tokens already.
     vocabulary = make_vocabulary(
@@ -2552,8 +2563,8 @@ def vocabulary_from_gguf(metadata: Mapping, settings: tuple = ()) -> Vocabulary:
     types = vocabulary.types
     if is_llama:
         if "unk_token" in tokenizer_config and types.count(UNKNOWN) != 1:
-            # SentencePiece needs exactly one. In old files, the pieces that only pad the vocabulary
-            # have this type, too; llama.cpp takes those for control tokens.
+            # SentencePiece needs exactly one UNKNOWN. In old files, the pieces that only pad the
+            # vocabulary have this type, too; llama.cpp takes those for control tokens.
             types = vocabulary.types = [CONTROL if t == UNKNOWN else t for t in types]
             types[pieces.index(tokenizer_config["unk_token"])] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
@@ -2598,8 +2609,9 @@ def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
     ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id} if config else {}
     ends = {config.eos_token_id, *config.stop_token_ids} if config else set()
 
-    # 1. The file itself. Where it and tokenizer_config.json have an added token of one id, the
-    #    file's counts. Those that the model lacks are left out: Llama 2's directory has one.
+    # 1. The file itself. Where it and tokenizer_config.json have an added token with the same id,
+    #    the file's counts. Added tokens for which the model has no id are left out: Llama 2's
+    #    directory has one.
     with naming(path):
         is_json = path.suffix == ".json"
         if is_json:
@@ -2618,11 +2630,11 @@ def read_vocabulary(path: Path, config: Config | None = None) -> Vocabulary:
         raw.pieces, raw.types = map(list, zip(*filled))
         if is_json:
             raw.model["added_tokens"] = [*tokens.values()]
-            ends &= tokens.keys()  # only these are special: another id may be that of a letter
+            ends &= tokens.keys()  # another id may be that of an ordinary letter
 
-    # 2. Special tokens: by their names, else BOS and EOS by config.json, if these are added tokens.
-    #    A token with a name becomes a control token, whatever its type is; only what stands for
-    #    unknown text does not.
+    # 2. Special tokens: by their names in these files, else BOS and EOS by config.json, if they are
+    #    added tokens. These and the ends of a text become control tokens, whatever their types are;
+    #    only the token for unknown text does not.
     with naming(path.with_name("tokenizer_config.json")):
         ids = {name: i for name, i in ids.items() if i in tokens}
         return make_vocabulary(raw, settings, ids, ends, {*raw.types} - {UNKNOWN})
@@ -2637,8 +2649,8 @@ def make_vocabulary(
 ) -> Vocabulary:
     """The `raw` vocabulary together with what tokenizer_config.json says of it. Raises ValueError.
 
-    `ids`: the special tokens that only config.json names; `ends`: the ids that end a text. Special
-    tokens and `ends` whose types are among `kinds` become control tokens, which no text becomes.
+    `ids`: BOS and EOS by config.json, {"bos_token": id, ...}; `ends`: the ids that end a text.
+    Special tokens and `ends` whose types are among `kinds` become control tokens.
     """
     # 1. The texts of special tokens, by names such as pad_token.
     tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
@@ -2657,8 +2669,8 @@ def make_vocabulary(
     ids = {**ids} | {name: id_of[text] for name, text in named.items() if text in id_of}
     bos_id, eos_id = ids.get("bos_token"), ids.get("eos_token")
 
-    # 2. The types. BOS and EOS are control tokens whatever a file calls them. A user-defined token
-    #    may end a text, too, by what it is called (END_TEXT).
+    # 2. The types. BOS and EOS become control tokens, whatever their types are, and so does a
+    #    user-defined token whose text says that it ends a text (END_TEXT).
     types = [*raw.types]
     for i, (text, piece_type) in enumerate(zip(raw.pieces, raw.types)):
         if piece_type == USER_DEFINED and re.fullmatch(END_TEXT, text):
@@ -2690,8 +2702,8 @@ def read_tokenizer_config(folder: Path) -> dict:
                 for text, i in read_json(folder / "added_tokens.json").items()
             }
 
-        # 2. The chat template, or a list of templates with names. Templates in files of their own
-        #    take the place of those here.
+        # 2. The chat template, or a list of templates with names. If templates have files of their
+        #    own, only those count.
         template = settings.get("chat_template")
         named = {t["name"]: t["template"] for t in template} if isinstance(template, list) else {}
         texts = {
@@ -2707,7 +2719,7 @@ def read_tokenizer_config(folder: Path) -> dict:
 
 
 def join_templates(default: str, tool_use: str) -> str:
-    """One template of two, the second of which is for chats with tools; "": there is none."""
+    """Two chat templates as one: `tool_use` is for chats with tools. Either may be "" (none)."""
     if not default or not tool_use:
         return default or tool_use
     default, tool_use = default.removesuffix("\n"), tool_use.removesuffix("\n")
@@ -2763,13 +2775,15 @@ def read_tokenizer_json(path: Path) -> tuple[dict, Vocabulary]:
 
 
 def read_tokenizer_model(path: Path, settings: Mapping) -> tuple[dict, Vocabulary]:
-    """The same of SentencePiece's tokenizer.model; `settings`: its tokenizer_config.json."""
+    """As read_tokenizer_json(), of SentencePiece's tokenizer.model; `settings`: those of
+    tokenizer_config.json. Raises ValueError.
+    """
     data = read_file(path)
     if re.match(rb"[\w+/]+=* \d+\n", data):
         raise ValueError(f"tiktoken's, as Meta's Llama 3 has it: {CONVERT}")
     sp = open_sentencepiece(data)
     pieces = sp.id_to_piece([*range(len(sp))])
-    # User-defined pieces count as NORMAL: the engine itself finds them, and adds no spaces.
+    # User-defined pieces count as NORMAL: the engine itself finds them, and adds no space behind.
     tests = {CONTROL: sp.is_control, UNKNOWN: sp.is_unknown, UNUSED: sp.is_unused, BYTE: sp.is_byte}
     types = [next((t for t, test in tests.items() if test(i)), NORMAL) for i in range(len(sp))]
     normalized = sp.normalize("a")  # shows whether the engine adds a space before a text
@@ -2794,7 +2808,7 @@ def sentencepiece_model(
     vocabulary: Vocabulary, scores: Sequence[float], prefix: bool, strip: bool
 ) -> bytes:
     """A tokenizer.model of BPE. `prefix` and `strip`: whether it adds and strips spaces."""
-    # model_type 2 (BPE), byte_fallback
+    # The trainer's fields are model_type, 2 (BPE), and byte_fallback.
     trainer = bytes([0x18, 2, 0x98, 2, vocabulary.types.count(BYTE) == 256])
     normalizer = bytes([0x18, prefix, 0x20, strip])  # add_dummy_prefix, remove_extra_whitespaces
     # A piece: its text, its score (0x15: a float32) and its type (0x18).
@@ -2820,7 +2834,7 @@ def protobuf(number: int, value: bytes) -> bytes:
 # A row of a quantised matrix is stored in blocks of 32 or 256 weights. A block has an integer q of
 # 2 to 8 bits for each weight and, for each group of 16 or 32 weights, a scale s and, in some types,
 # a minimum m. A weight is s * q - m, or s * (q - zero_point) in types without minima. dequantize()
-# is bit-identical to the gguf package.
+# gives the same bits as the gguf package.
 
 
 @dataclass(frozen=True)
@@ -2846,14 +2860,14 @@ class Weight:
             Q4_0 ... Q6_K                as in the file     as in the file
             other quantised types        F16                dense, dtype
 
-        Other types dequantise slowly. F16 and BF16 take half the memory of a dense matrix.
+        Those other types are slow to dequantise. F16 and BF16 are half as large as float32.
         """
         kept = self.ggml_type if self.ggml_type in GGML_TYPES else "F16"
         is_smaller = kept not in DENSE or (kept != "F32" and dtype == torch.float32)
         return kept if len(self.shape) == 2 and is_smaller else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a dense tensor of `dtype`: a view of the file if that has it so, else a copy."""
+        """The weight as a dense tensor: a view of the file if that has the `dtype`, else a copy."""
         rows = self.read()
         if DENSE.get(self.ggml_type) == dtype:
             return rows.view(dtype).view(self.shape)
@@ -2868,7 +2882,7 @@ class Quantized(nn.Module):
     """A matrix W kept as in the file: uint8 (rows, bytes per row), F16 and BF16 included.
 
     It cannot be trained. Its buffer is named by its ggml type, so that load_state_dict() refuses
-    blocks of another type. `dtype` is that of an embedding; a linear layer has that of its input.
+    blocks of another type. An embedding's output has `dtype`, a linear layer's that of its input.
     """
 
     def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype = torch.float32) -> None:
@@ -2971,6 +2985,7 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
         case "Q6_K":  # 16 scales of 8 bits
             return d * b[:, 192:208].view(torch.int8), None
     # Q4_K and Q5_K: 8 scales and 8 minima of 6 bits
+    # (Each cell: how many bits, and what they are.)
     # packed byte    low bits                          high bits
     # 0 to 3         6: scales 0 to 3                  2: the high bits of scales 4 to 7
     # 4 to 7         6: minima 0 to 3                  2: the high bits of minima 4 to 7
@@ -2984,7 +2999,7 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
 
 @functools.cache
 def find_type(name: str) -> GgmlType:
-    """The entry of GGML_TYPES, or of another type what gguf knows, whose import takes 0.1 s."""
+    """The entry of GGML_TYPES; for other types, what gguf says (importing it takes 0.1 s)."""
     if name in GGML_TYPES:
         return GGML_TYPES[name]
     import gguf
@@ -3023,7 +3038,7 @@ class Bits(NamedTuple):
 # Tables of part III
 
 
-LARGE = 2**26  # bytes of weights; for larger models, kernels are compiled and may round
+LARGE = 2**26  # bytes of weights; above, kernels are the default, and may round activations
 DTYPES = "auto", "float32", "bfloat16", "float16"
 CHUNK = 2**20  # weights to dequantise at a time, few enough to stay in the CPU's cache
 LIMIT = 2**25  # bytes that a header or a JSON file may have; Llama 3.2's tokenizer.json has 2**24
@@ -3062,7 +3077,7 @@ REMOVED_TYPES = 31, 32, 33  # Q4_0_4_4, Q4_0_4_8, Q4_0_8_8
 
 
 def table(text: str) -> dict[str, str]:
-    """A dictionary of one key and its value a line."""
+    """A text with a key and its value on each line -> a dictionary."""
     return dict(line.split() for line in text.splitlines())
 
 
@@ -3081,10 +3096,11 @@ down_proj                 ffn_down
 norm                      output_norm
 lm_head                   output""")
 
-# A GGUF file is a Hugging Face folder in one file: the names of settings in config.json,
-# generation_config.json and tokenizer_config.json -> their keys in GGUF. vocab_size is the number
-# of tokens there; llama2.py alone knows the key of stop_strings; "seperator" is GGUF's.
-# A file must have those that come first. (Config's defaults for them are Llama 2 7B's.)
+# The names of settings in config.json, generation_config.json and tokenizer_config.json -> their
+# keys in GGUF. vocab_size is the length of the list there. No other program knows the key of
+# stop_strings. GGUF itself writes "seperator".
+
+# A file must have these: Config's defaults for them are Llama 2 7B's.
 REQUIRED = table("""\
 hidden_size              llama.embedding_length
 intermediate_size        llama.feed_forward_length
@@ -3109,7 +3125,7 @@ repetition_penalty  general.sampling.penalty_repeat
 penalty_last_n      general.sampling.penalty_last_n
 stop_strings        general.sampling.stop_strings""")
 
-# In GGUF these are ids, in tokenizer_config.json and in templates texts.
+# In GGUF these are ids; in tokenizer_config.json and in templates they are texts.
 SPECIAL_TOKENS = table("""\
 bos_token   tokenizer.ggml.bos_token_id
 eos_token   tokenizer.ggml.eos_token_id
@@ -3119,8 +3135,8 @@ sep_token   tokenizer.ggml.seperator_token_id
 cls_token   tokenizer.ggml.cls_token_id
 mask_token  tokenizer.ggml.mask_token_id""")
 
-# What else a generation_config.json has: ids, how to compute, what is returned, how to search by
-# several beams or with a second model. A warning names all that is neither here nor followed.
+# What else a generation_config.json has, ignored without a warning: ids, how to compute, what is
+# returned, how to search by several beams or with a second model.
 HARMLESS = r"""do_sample|transformers_version|_.*|(bos|eos|pad|decoder_start)_token_id|is_assistant
 |(use|output|return|cache|prompt|assistant|target|num_assistant|compile|disable|prefill)_.*
 |max_time|max_cache_len
@@ -3128,7 +3144,7 @@ HARMLESS = r"""do_sample|transformers_version|_.*|(bos|eos|pad|decoder_start)_to
 |renormalize_logits|remove_invalid_values|low_memory|continuous_batching_config
 |(.*\.)?(xtc_threshold|mirostat_tau|mirostat_eta)""".replace("\n", "")
 
-GGUF_ACCEPTED = {  # keys that must have one of these values; None: be absent
+GGUF_ACCEPTED = {  # keys that must have one of these values; None: it may be absent
     "general.type": ("model", None),  # not an adapter, not a projector for images
     "general.architecture": ("llama",),
     "llama.expert_count": (0, None),
@@ -3137,7 +3153,7 @@ GGUF_ACCEPTED = {  # keys that must have one of these values; None: be absent
     "llama.rope.scaling.attn_factor": (1, None),
 }
 
-HF_ACCEPTED = {  # settings that must have one of these values; None: be absent
+HF_ACCEPTED = {  # settings that must have one of these values; None: it may be absent
     "model_type": ("llama", "mistral", None),
     "quantization_config": (None,),  # GPTQ, AWQ, bitsandbytes, ...
     "attention_bias": (False, None),
@@ -3200,7 +3216,7 @@ QWEN_2 = (  # as LLAMA_3, but each digit is a word
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-SEED_CODER = (  # as QWEN_2, but punctuation does not take in the line's end
+SEED_CODER = (  # as QWEN_2, but punctuation does not include line ends
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
     r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -3268,7 +3284,7 @@ LIKE_LLAMA_3 = (
 KERNELS = Path(__file__).resolve().with_name("kernels")
 SELF: Any = sys.modules.get(__name__)
 
-# What takes its place where the folder is missing.
+# What takes its place where the folder is missing. The classes are for pickles: see __getattr__().
 UNACCELERATED = types.SimpleNamespace(
     can_accelerate=lambda device: False,
     load_kernels=lambda: None,
@@ -3301,7 +3317,7 @@ __all__ += ["DEFAULT_MODEL", "Parser", "in_range", "main"]
 DEFAULT_MODEL = KERNELS.parent / "models" / "stories.gguf"
 TEXT_TOKENS = 256  # of a text without --max-new-tokens
 CHAT_TOKENS = 1024  # of an answer without --max-new-tokens; /more goes on
-CHAT_CONTEXT = 8192  # the longest context of a chat without --context; a file may name any number
+CHAT_CONTEXT = 8192  # the longest context of a chat without --context; a model's may be far longer
 PEERS = {  # our options, and what llama.cpp, mlx-lm, transformers, vLLM and Ollama call them
     "--model": "-hf -hfr --hf-repo -hff --hf-file -mu --model-url --model-path --model_name_or_path",
     "--prompt-file": "--file",
@@ -3319,7 +3335,7 @@ PEERS = {  # our options, and what llama.cpp, mlx-lm, transformers, vLLM and Oll
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage; it then exits with status 2."""
+    """A parser that prints an error as one line, without the usage, and exits with status 2."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse another program's option, and name ours: argparse would read -ngl as -n gl."""
@@ -3495,8 +3511,8 @@ def decode_prompt(data: bytes) -> str:
 
 
 def read_prompt(args: argparse.Namespace, checkpoint: Checkpoint) -> tuple[Any, list[int]]:
-    """The prompt (an option, a file, or standard input) and its ids. A chat may have none, and
-    needs no ids. Prints a line if a control token's text stays text, or if --chat would answer.
+    """The prompt (an option, a file, or standard input) and its ids. A chat may have no prompt, and
+    needs no ids. Notes that a control token's text stays text, or else that --chat would answer.
     """
     prompt, path = args.prompt, args.prompt_file
     if path or (prompt is None and not args.chat):
@@ -3616,7 +3632,9 @@ def describe_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace, thread
 
 
 def describe_sampling(sampling: Sampling, stated: Mapping, given: Mapping) -> str:
-    """The settings in force, and whether an option gave or the model's files stated them."""
+    """The settings in force, each with its source: an option (`given`), the model's files
+    (`stated`) or the default.
+    """
     settings = []
     for name in SAMPLING_LIMITS:
         value = getattr(sampling, name)
@@ -3634,6 +3652,7 @@ def describe_run(generations: list[Generation]) -> str:
     """The last line of a run: speed, memory, and why it stopped."""
     prompt_tokens = sum(generation.prompt_tokens for generation in generations)
     new_tokens = sum(len(generation.new_ids) for generation in generations)
+    # The first of a generation's `seconds` is the prefill's, each of the others a decode step's.
     prefill_seconds = sum(sum(generation.seconds[:1]) for generation in generations)
     step_seconds = [second for generation in generations for second in generation.seconds[1:]]
     report = f"prompt {prompt_tokens} tokens"
@@ -3651,7 +3670,7 @@ def describe_run(generations: list[Generation]) -> str:
 # 20. The chat, and main
 
 CHAT_KEYS = "Ctrl-C stops an answer, /more goes on, /reset forgets all, /exit ends, /help says this"
-CHAT_COMMANDS = {  # what each prints; for /more, before the first answer
+CHAT_COMMANDS = {  # what each prints; /more does so only before the first answer
     "/help": CHAT_KEYS,
     "/reset": "the conversation is forgotten",
     "/more": "there is no answer yet with which /more could go on",
@@ -3711,7 +3730,7 @@ def converse(
             continue
 
         # 2. Leave room for the answer: max_new_tokens, but at most a quarter of the context. If
-        #    there is none, drop the oldest turns (questions and their answers) until half is free.
+        #    there is less, drop the oldest turns (questions and their answers) until half is free.
         dropped = 0
         room = min(options["max_new_tokens"], size // 4)
         try:
@@ -3761,7 +3780,7 @@ def run(args: argparse.Namespace, load: Callable) -> int:
     else:
         cache_size = min(context, len(check_ids(ids, config, context)) + args.max_new_tokens)
 
-    # 2. Load the model.
+    # 2. Load the model. load() refuses a --context beyond the model's.
     model, tokenizer = load(
         checkpoint,
         args.device,
@@ -3798,6 +3817,7 @@ def run(args: argparse.Namespace, load: Callable) -> int:
         report = describe_run(generations)
         report += f"; {describe_sampling(sampling, checkpoint.sampling, given)}"
         note(f"load {load_seconds:.2f} s, {threads}; {report}", args.quiet)
+    # 130 is what shells report for Ctrl-C; in a chat, that only ends an answer.
     return 130 if not args.chat and generations[0].stop_reason == "interrupted" else 0
 
 
@@ -3840,5 +3860,6 @@ def main(argv: Sequence[str] | None = None, load: Callable = load) -> int:
 
 
 if __name__ == "__main__":
+    # Undo what the head of the file changed while torch was imported.
     signal.signal(signal.SIGINT, on_interrupt)
     sys.exit(main())
