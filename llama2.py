@@ -1753,7 +1753,8 @@ class Checkpoint:
                     continue
             if value and value not in unchanged and not re.fullmatch(HARMLESS, name):
                 ignored.append(GGUF_SAMPLING.get(name, name) if self.file else name)
-        if "repetition_penalty" in self.recommended:  # in transformers it looks at all tokens
+        # In transformers it looks at all tokens, in llama.cpp at Sampling's 64.
+        if not self.file and "repetition_penalty" in self.recommended:
             followed.setdefault("penalty_last_n", -1)
         if self.recommended.get("do_sample") is False:
             followed["temperature"] = 0.0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import llama2
-from test_llama2 import GREEDY, json_cases, raises, scripted, write_files
+from test_llama2 import GREEDY, json_cases, raises, scripted, write_files, write_gguf
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 1.0, 0.0, 1.9, -0.5])
 SEEN = [1, 2, 2, 6]  # ids before LOGITS
@@ -168,6 +168,15 @@ def test_what_the_files_recommend_is_used(tmp_path, forms, capsys, content, stat
     assert said in report
     said = f"penalty_last_n {expected.penalty_last_n} (model)"
     assert (said in report) is ("penalty_last_n" in stated)
+
+
+def test_a_penalty_of_a_gguf_file_looks_at_64_tokens(tmp_path, keys, tensors):
+    """As in llama.cpp, unless the file says how many; in transformers it looks at all."""
+    keys = keys | {"general.sampling.penalty_repeat": 1.5}
+    for stated in ({}, {"penalty_last_n": 9}):
+        file = {f"general.sampling.{name}": value for name, value in stated.items()}
+        path = write_gguf(tmp_path / "x.gguf", keys | file, tensors)
+        assert llama2.open_checkpoint(path).sampling == {"repetition_penalty": 1.5, **stated}
 
 
 @pytest.mark.parametrize("last_n", [-1, 0, 3, 64, 2**31, None])
