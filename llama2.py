@@ -98,14 +98,14 @@ class Config:
     num_hidden_layers        L
     num_attention_heads      H
     num_key_value_heads      G; fewer than H is grouped-query attention
-    head_dim                 D; None becomes hidden_size / num_attention_heads, so it is always a
-                             number; replace(config, hidden_size=...) keeps the old one
+    head_dim                 D; None is replaced by hidden_size / num_attention_heads, at once:
+                             replace(config, hidden_size=...) keeps the old number
     vocab_size               V
     max_position_embeddings  the context that the model was trained for
     rms_norm_eps             what RMSNorm adds to the mean of the squares
     rope_theta               the base of the rotary frequencies
     rope_scaling_factor      linear position interpolation: position / factor
-    rope_freq_factors        D / 2 divisors of the rotary frequencies, or None
+    rope_freq_factors        D / 2 divisors of the rotary frequencies (Llama 3.1's), or None
     tie_word_embeddings      whether the output matrix is the embedding matrix
     bos_token_id             the id that begins a text (parts II and III use this and the next two)
     eos_token_id             the id that ends a text
@@ -192,9 +192,9 @@ class Config:
 def rope_tables(
     config: Config, length: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i/D), each (length, D/2) (RoPE paper, section 3.2.2)."""
+    """cos and sin of position * theta^(-2i/D): float32 (length, D/2) (RoPE paper, 3.2.2)."""
     # float32 island 1 of 4: bfloat16 cannot tell positions above 256 apart, float16 above 2048.
-    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)  # 2i
     frequency = config.rope_theta ** (-pair / config.head_dim)  # (D/2,)
     if factors := config.rope_freq_factors:
         frequency = frequency / torch.tensor(factors, dtype=torch.float32, device=device)
@@ -244,9 +244,9 @@ class Cache:
                  a Block yourself
     last_mask    the mask that mask() made last
 
-    The contents are valid only for the model that wrote them, unchanged since. reset() the cache
-    after a change of weights, hooks, adapters or layers. It cannot notice that another model of the
-    same sizes uses it.
+    The contents are valid only for the model that wrote them, and only while it is unchanged: call
+    reset() after a change of weights, hooks, adapters or layers. A cache cannot notice that another
+    model of the same sizes uses it.
     """
 
     def __init__(
@@ -322,13 +322,13 @@ class Cache:
         S = self.slots(T).stop
         if T == 1:
             return None
-        if self.last_mask.shape != (T, S):  # pos is S - T, so these two sizes say it all
+        if self.last_mask.shape != (T, S):  # pos is S - T: these two sizes are enough
             self.last_mask = causal_mask(T, S, self.k.device)
         return self.last_mask
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B, G, T, D) of the layer that runs; return all that it stores, each
-        (B, G, S, D).
+        """Store k and v (B, G, T, D) of the layer that runs. Returns all of this layer's keys and
+        values, old and new: each (B, G, S, D).
         """
         where = self.slots(k.shape[2])
         keys, values = self.k[self.layer], self.v[self.layer]  # (B, G, max_seq_len, D)
@@ -492,10 +492,10 @@ class Llama(nn.Module):
         self.config = config
         C, V = config.hidden_size, config.vocab_size
         # load() sets these four for its callers. The layers use none of them.
-        self.cache_dtype: torch.dtype | None = None  # for new_cache(); None: that of the norms
-        self.vocab_size = V  # ids from here on only pad the matrices
+        self.cache_dtype: torch.dtype | None = None  # for new_cache(); None: the dtype of the norms
+        self.vocab_size = V  # rows from here on only pad the matrices
         self.name_or_path = "the model"  # where it came from, for messages
-        self.sampling: Any = None  # the Sampling that its publisher recommends; None: nothing
+        self.sampling: Any = None  # the Sampling that its publisher recommends, or None
         # nn.Embedding would draw from N(0, 1): as tied output weights that is too large by sqrt(C).
         weight = torch.empty(V, C).uniform_(-(C**-0.5), C**-0.5)  # (V, C)
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=False)
@@ -516,10 +516,12 @@ class Llama(nn.Module):
     ) -> Tensor:
         """tokens (B, T) int64 -> logits float32: (B, V) of the last position, or (B, T, V) of all.
 
-        With a cache, the tokens come after those that the cache stores. Without one, the pass
-        starts at position 0, returns the logits of all positions, and can be differentiated. Raises
-        ValueError if the cache is full or was made for other sizes.
+        With a cache, the tokens come after those that it stores, and `all_positions` decides which
+        logits are returned. Without one, the pass starts at position 0, returns the logits of all
+        positions, and can be differentiated. Raises ValueError for other tokens, for more than the
+        cache or the sliding window holds, and for a cache that was made for other sizes.
         """
+        # Tokens on the meta device have no values: only a model on it can take them.
         are_ids = tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.numel()
         if not are_ids or (tokens.is_meta and not self.norm.weight.is_meta):
             raise ValueError(
@@ -586,7 +588,7 @@ __all__ += [
 # 9. Sampling
 
 # The lowest and the highest value of each number, in the order in which part IV reports them. Where
-# they are ints, the number must be one.
+# both are ints, the number must be an int, too.
 SAMPLING_LIMITS = {
     "penalty_last_n": (-1, 2**31),
     "repetition_penalty": (0.01, 100.0),
@@ -606,15 +608,15 @@ class Sampling:
     top_k               sample from the k likeliest tokens only; 0 or -1: from all
     top_p               nucleus sampling (arXiv:1904.09751): the smallest set of likeliest tokens
                         whose probabilities reach this sum, and tokens as likely as its last one
-    min_p               the tokens with at least this share of the likeliest one's probability
+    min_p               only tokens with at least this share of the likeliest one's probability
                         (arXiv:2407.01082)
     repetition_penalty  divides the positive logits of recent tokens and multiplies the negative
                         ones; 1: off
-    logits_processor    (ids, logits) -> logits, or None
+    logits_processor    None, or a function: (ids, logits (V,)) -> logits (V,)
     seed                of the random numbers; None: a random one
     penalty_last_n      how many of the last tokens repetition_penalty looks at (64, as in
                         llama.cpp); -1: all, as transformers does
-    stop_strings        texts that end the text of stream_text(), besides its `stop`
+    stop_strings        stop texts for stream_text(), besides its `stop`
 
     sample() applies them in this order: repetition_penalty, logits_processor, top_k, temperature,
     then top_p and min_p, both to the same probabilities. Raises ValueError for values out of range.
@@ -657,7 +659,7 @@ def sample(
     """Sample the id that follows `ids` from its logits (V,).
 
     Without a `generator`, sampling.seed makes a new one, and so draws the same number at every
-    call: pass a generator in a loop. With neither, torch's own generator draws. Raises ValueError
+    call: pass a generator in a loop. With neither, torch's global one draws. Raises ValueError
     if logits / temperature contain NaN or +infinity, or if all are -infinity (no id is allowed).
     """
     logits = logits.detach().float()
@@ -736,7 +738,7 @@ MAX_NEW_TOKENS, CONTEXT_FULL = "max new tokens", "context full"  # two reasons w
 
 def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
     """Run the model on those of the tokens (B, n) that the cache lacks; returns the last one's
-    logits (B, V). A decode step is the same, but the cache lacks only one token.
+    logits (B, V). In a decode step the cache lacks only one. Raises ValueError for n = 0.
     """
     if not tokens.numel():
         raise ValueError("prefill() needs a token, whose logits it returns")
@@ -751,10 +753,10 @@ def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
 class Generation(Iterator[int]):
     """What generate() returns: an iterator over the ids that continue a prompt, up to a stop token.
 
-    `sampling` is by default what the model's files recommend. `stop_ids` end the text (default: EOS
-    and the model's further stop ids). Tokens that `cache` already stores are not computed again:
-    call cache.reset() after you have changed weights, hooks, adapters or layers, and use a cache
-    with one model only.
+    `ids` are the prompt. `sampling` is by default what the model's files recommend. `stop_ids` end
+    the text (default: EOS and the model's further stop ids). Tokens that `cache` already stores are
+    not computed again: call cache.reset() after you have changed weights, hooks, adapters or
+    layers, and use a cache with one model only.
 
     `step(tokens, cache)` runs the model instead of prefill(), for the prompt and for every decode
     step: it gets all tokens so far (1, n) and returns the logits (1, V) of the next. Raises
@@ -843,7 +845,7 @@ def check_ids(ids: Any, config: Config, limit: int) -> list[int]:
 
 
 def score(model: Llama, ids: Sequence[int]) -> Tensor:
-    """The log-probability of each of T ids given the ids before it: float32 (T - 1,).
+    """T ids -> the log-probability of each but the first, given those before it: float32 (T - 1,).
 
     The softmax runs over all rows of the output matrix, padding included. Raises ValueError for ids
     that generate() refuses.
@@ -866,10 +868,12 @@ class TextStream(Iterator[str]):
     The strings that it returns, joined, continue the text of the prompt. `strip` leaves out white
     space at the beginning, as for an answer in a chat. `options` are those of generate().
 
-    A tokenizer of your own needs token_bytes(id) -> bytes; types, the piece type of each id (1:
-    normal, 3: control, 6: a byte, as in GGUF); byte_level, whether pieces of type 1 may hold parts
-    of characters; strips_space, whether decoding removes a space at the start of a text. chat()
-    needs a Tokenizer.
+    chat() needs a Tokenizer. Here, one of your own will do, with these four:
+
+    token_bytes(id)  the bytes of a token
+    types            the piece type of each id, as in GGUF (1: normal, 3: control, 6: a byte)
+    byte_level       whether pieces of type 1 may hold parts of characters
+    strips_space     whether decoding removes a space at the start of a text
     """
 
     def __init__(
@@ -931,6 +935,7 @@ stream_text = TextStream  # for text in stream_text(model, tokenizer, ids): ...
 # --------------------------------------------------------------------------------------------------
 # 11. Tokenizer
 
+# A vocabulary has one piece, a text, for each id.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # piece types, as in GGUF
 
 # Byte-level BPE, as in GPT-2, writes a byte as one character: a printable byte as the character of
@@ -941,7 +946,7 @@ BYTES = {
     for byte in range(256)
 }
 
-# What an added token has in a tokenizer.json, unless that says otherwise.
+# The flags of an added token, where a tokenizer.json leaves them out.
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
@@ -980,11 +985,11 @@ class Vocabulary:
 class Tokenizer(Vocabulary):
     """Text to ids and back, by sentencepiece or tokenizers. Text never becomes a control token.
 
-    Special tokens are of two types: control tokens, which ordinary text never becomes, and
-    user-defined ones, which their own text does. In a text to encode, a mark stands for a control
-    token: its text between two copies of a secret, a random number that no text can guess. "</s>"
-    alone is just four characters. Only this class and the end of write_chat() write marks; no
-    template and no error shows them.
+    Special tokens are of two types. The text of a user-defined token becomes that token. The text
+    of a control token does not: "</s>" is just four characters. In a text to encode, a mark stands
+    for a control token. It is the token's text between two copies of a secret, a random number that
+    no author of a text can guess. Only this class and the end of write_chat() write marks;
+    templates and error messages never show them.
     """
 
     from_file: Any  # (path) -> Tokenizer: read_tokenizer() of part III, which reads files
@@ -1027,7 +1032,7 @@ class Tokenizer(Vocabulary):
 
         `first`: whether this is the start of a text, where SentencePiece may add a space (a
         tokenizer.json decides that itself). `parse_special`: the texts of control tokens become
-        these tokens; if BOS is the first of them, no second one is added.
+        these tokens; if the ids then begin with BOS, no second one is added.
         """
         ids = self.encode_marked(self.mark(text) if parse_special else text, first)
         add_bos = self.add_bos if bos is None else bos
@@ -1036,8 +1041,8 @@ class Tokenizer(Vocabulary):
         return ids
 
     def borders_control(self, text: str) -> bool:
-        """Whether a text begins as the text of some control token ends, or ends as one begins. At
-        most 99 characters are compared.
+        """Whether a text begins as the text of some control token ends, or ends as one begins: with
+        "<s>", for example, "s> b" and "b <". At most 99 characters are compared.
         """
         return any(
             f"{text[:n]}\0" in self.control_texts or f"\0{text[-n:]}" in self.control_texts
@@ -1065,8 +1070,9 @@ class Tokenizer(Vocabulary):
             has_space = scheme in ("first", "always") and segment[0] in " \u2581"
             engine = self.engine if add_space and not has_space else self.engine_no_prefix
             for i in engine.encode(segment):
-                # If only tokenizer_config.json calls a token a control token, the engine finds it
-                # in texts. (The unknown token stays: it stands for an unknown character.)
+                # If only tokenizer_config.json calls a token a control token, it is an ordinary one
+                # to the engine, which finds it in texts. (The unknown token stays: it stands for an
+                # unknown character.)
                 is_control = self.types[i] == CONTROL and i != self.engine.unk_id()
                 ids += self.spell_out(i) if is_control else [i]
         return ids
@@ -1128,7 +1134,7 @@ class Tokenizer(Vocabulary):
             model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
         else:
             vocab = {marks.get(piece, piece): i for piece, i in vocab.items()}
-            # Added tokens must be in here: tokenizers would give others numbers of its own.
+            # Added tokens must be in here, too: else tokenizers gives them numbers of its own.
             model["vocab"] = vocab | self.marked_ids
             if model.get("unk_token") in marks:
                 model["unk_token"] = marks[model["unk_token"]]
@@ -1152,7 +1158,8 @@ def any_of(texts: Iterable[str]) -> re.Pattern:
     """A pattern that matches any of these texts, and the longest if several match.
 
     The first alternative that matches counts, and in reverse order "abc" comes before "ab". Texts
-    that share three characters at the start form one group, which is left at once without these.
+    that share three characters at the start form one group, which is skipped wherever these are
+    not found.
     """
     branches = (
         f"(?:{'|'.join(map(re.escape, group))})"
@@ -1168,7 +1175,7 @@ def call_tokenizers(function: Callable, *args: Any, **options: Any) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a Rust panic is not an Exception
-        # The error may have several lines.
+        # The error may have several lines; join them.
         raise ValueError(
             f"tokenizers cannot run the vocabulary: {' '.join(str(error).split())}"
         ) from error
@@ -1230,7 +1237,9 @@ class StreamDecoder:
 
 
 def find_template(tokenizer: Tokenizer, template: str | None) -> str:
-    """The text of a template: a name in CHAT_TEMPLATES, Jinja, or None for the tokenizer's own."""
+    """The Jinja text of `template`: a name in CHAT_TEMPLATES, Jinja, or None (the tokenizer's own).
+    Raises ValueError for an unknown name.
+    """
     if template is None:
         template = tokenizer.chat_template
         if not template.strip():
@@ -1264,7 +1273,8 @@ def compile_template(template: str) -> Any:
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals.update(raise_exception=raise_exception, strftime_now=time.strftime)
-    # transformers' tag {% generation %} encloses an assistant's words. It only prints its content.
+    # transformers' tag {% generation %} encloses an assistant's words. Like {% with %}, it prints
+    # its content.
     template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
     return environment.from_string(template)
 
@@ -1280,6 +1290,7 @@ def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
         raise ValueError(f"the chat template: {type(error).__name__}: {error}") from error
 
 
+# The usual roles. encode_chat() checks all others.
 ROLES = "system", "developer", "user", "assistant", "tool", "function", "ipython"
 
 
@@ -1290,23 +1301,26 @@ def map_texts(variables: Mapping, change: Callable[[str], str]) -> dict:
     content = json.dumps(
         [*variables.values()], default=lambda x: {**x} if isinstance(x, Mapping) else [*x]
     )
+    # Change each string of the JSON.
     literal = r'"[^"\\]*(?:\\.[^"\\]*)*"'
     changed = re.sub(literal, lambda m: json.dumps(change(json.loads(m[0]))), content)
     return dict(zip(variables, json.loads(changed)))
 
 
 def check_messages(variables: Mapping) -> set[str]:
-    """The roles and names in messages and tools, except ROLES. Raises ValueError, AttributeError or
-    TypeError for malformed messages.
+    """The roles and names in messages and tools, except ROLES. Also adds "thinking", a second name
+    for "reasoning_content". Raises ValueError, AttributeError or TypeError for malformed messages.
     """
     messages = variables["messages"]
+    # [None]: a chat without messages is refused, too.
     for message in messages or [None]:
         match message:  # the content may be missing, as where an assistant calls a tool
             case {"role": str()} if isinstance(message.get("content"), str | None):
-                if message.get("reasoning_content") is not None:  # under both names
+                if message.get("reasoning_content") is not None:  # templates use either name
                     message.setdefault("thinking", message["reasoning_content"])
             case _:
                 raise ValueError("expected messages with a role, and text as content")
+    # All that may have a name: messages, tools, calls of tools, and the functions in these.
     items = messages + (variables.get("tools") or [])
     items += [call for message in messages for call in message.get("tool_calls") or ()]
     items += [item.get("function") or {} for item in items]
@@ -1319,10 +1333,10 @@ def write_chat(
     """The text that a template makes of the variables, with marks for its own control tokens.
 
     The template gets texts in which some characters are hidden. Such a character never becomes part
-    of a control token, whatever the template writes around it. On both sides it has a fence, a
-    random text. If "<s>" is a control token:
+    of a control token, whatever the template writes around it. It stands between two fences (copies
+    of a random text, here "~"). If "<s>" is a control token:
 
-        in        the template may write     hidden                          here, with ~
+        text      the template may write     hidden                          what it gets
         "a <s>"   {{ text }}                 the first character of "<s>"    "a ~<~s>"
         "s> b"    "<" + text                 the first and the last          "~s~> ~b~"
         "b <"     text + "s>"                the first and the last          "~b~ ~<~"
@@ -1331,7 +1345,7 @@ def write_chat(
     The last row applies only if the template has such brackets. Only the first row applies to
     `names`, and to names that the template looks up or compares.
     """
-    # Both are new each time: a template may show a message to someone, with the fences in it.
+    # Both are new each time: a fence that a template has shown to someone is of no use later.
     fence = f"~{secrets.randbelow(10**18)}~"
     end = f"~{secrets.randbelow(10**18)}~"
     first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
@@ -1353,8 +1367,8 @@ def write_chat(
             text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{fence}\2\3{fence}\4", text)
         return text
 
-    # 1. The template writes a copy. If it strips the final message that is to be continued, the
-    #    space behind its end is gone.
+    # 1. The template writes the chat with hidden characters. A final message that is to be
+    #    continued gets `end` and a space: if the space is gone, the template strips messages.
     variables = map_texts(variables, hide)
     final = variables["messages"][-1]
     is_continued = not variables["add_generation_prompt"]
@@ -1372,7 +1386,7 @@ def write_chat(
             text = text.rstrip()
 
     # 2. Every other part is a hidden character. (A template may write JSON, where one character may
-    #    take 12: "\\ud83d\\ude00".) The control tokens in the other parts are the template's own.
+    #    take 12: "\ud83d\ude00".) The control tokens in the other parts are the template's own.
     parts = re.split(f"(?s){fence}(.{{1,12}}?){fence}", text)
     parts[::2] = map(tokenizer.mark, parts[::2])
     return "".join(parts)
@@ -1443,7 +1457,7 @@ def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
     with suppress(ValueError):  # the template refuses these roles
         for answer in "apple", "quits":
             messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
-            # Without `tools`, a template for tools would fail.
+            # With None for `tools`, the default, a template for tools would fail.
             texts.append(render(tokenizer, template, messages=messages, tools=[])[::-1])
     ending = commonprefix(texts)[::-1].strip() if len({*texts}) == 2 else ""
     special = any_of(tokenizer.special_ids).search(ending)
@@ -1453,7 +1467,7 @@ def chat_stops(tokenizer: Tokenizer, template: str | None = None) -> ChatStops:
 
 
 def stop_ids(model: Llama, tokenizer: Tokenizer, template: str | None = None) -> set[int]:
-    """The ids that end a text, by the model's files and its tokenizer; with a template (a name in
+    """The ids that end a text, according to the model and its tokenizer; with a template (a name in
     CHAT_TEMPLATES or Jinja), also the token that this writes after an answer.
     """
     eos_id: Any = getattr(tokenizer, "eos_id", None)  # a tokenizer of your own may have none
@@ -1485,7 +1499,7 @@ def chat(
     return stream
 
 
-# Short ones, for models without their own. "{%-" and "{{-" remove the white space before them.
+# Short templates, for models without one. "{%-" and "{{-" remove the white space before them.
 CHAT_TEMPLATES = {
     "llama-2": r"""
 {%- set system = '' %}
