@@ -33,18 +33,17 @@ def fast():
     return llama2.load(NAME, dtype="auto")
 
 
-def ask(loaded, question, n=12, **options):
-    """The ids of a greedy answer."""
-    model, tokenizer = loaded
+def ask(model, tokenizer, question, cache):
+    """The first ids of a greedy answer."""
     ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": question}])
-    return list(llama2.generate(model, ids, GREEDY, n, **options))
+    return list(llama2.generate(model, ids, GREEDY, 12, cache))
 
 
 def test_logits_are_those_of_transformers(exact, fast, no_grad):
     transformers = pytest.importorskip("transformers")
-    load = transformers.AutoModelForCausalLM.from_pretrained
     path = Path(exact[0].name_or_path)
-    theirs = load(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    options = {"gguf_file": path.name, "dtype": torch.float32}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
     tokens = torch.tensor([exact[1].encode(PROMPT * 3)])
     for (model, _), tolerance in ((exact, 1e-4), (fast, 2e-3)):
         assert_close(model(tokens), theirs(tokens).logits, tolerance)
@@ -54,8 +53,7 @@ def test_exact_and_fast_give_the_same_answers(exact, fast):
     """With caches of float32, which keep the system prompt."""
     caches = [llama2.Cache(exact[0].config, 1, 128) for _ in range(2)]
     for question in QUESTIONS:
-        expected = ask(exact, question, cache=caches[0])
-        assert ask(fast, question, cache=caches[1]) == expected, question
+        assert ask(*fast, question, caches[1]) == ask(*exact, question, caches[0]), question
 
 
 MEMORY = """
