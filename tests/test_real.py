@@ -36,14 +36,15 @@ def fast():
 def ask(model, tokenizer, question, cache):
     """The first ids of a greedy answer."""
     ids = llama2.encode_chat(tokenizer, [{"role": "user", "content": question}])
-    return list(llama2.generate(model, ids, GREEDY, 12, cache))
+    return list(llama2.generate(model, ids, GREEDY, 12, cache=cache))
 
 
 def test_logits_are_those_of_transformers(exact, fast, no_grad):
     transformers = pytest.importorskip("transformers")
     path = Path(exact[0].name_or_path)
-    options = {"gguf_file": path.name, "dtype": torch.float32}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
     tokens = torch.tensor([exact[1].encode(PROMPT * 3)])
     for (model, _), tolerance in ((exact, 1e-4), (fast, 2e-3)):
         assert_close(model(tokens), theirs(tokens).logits, tolerance)
