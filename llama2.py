@@ -516,10 +516,10 @@ class Llama(nn.Module):
     ) -> Tensor:
         """tokens (B, T) int64 -> logits float32: (B, V) of the last position, or (B, T, V) of all.
 
-        With a cache, the tokens come after those that it stores, and `all_positions` decides which
-        logits are returned. Without one, the pass starts at position 0, returns the logits of all
-        positions, and can be differentiated. Raises ValueError for other tokens, for more than the
-        cache or the sliding window holds, and for a cache that was made for other sizes.
+        With a cache, the tokens come after those that it stores, and `all_positions` decides between
+        the two. Without one, the pass starts at position 0, returns the logits of all positions, and
+        can be differentiated. Raises ValueError for other tokens, for more than the cache or the
+        sliding window holds, and for a cache that was made for other sizes.
         """
         # Tokens on the meta device have no values: only a model on it can take them.
         are_ids = tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.numel()
