@@ -22,7 +22,7 @@ import torch
 
 from .llama2 import printable  # type: ignore[import-not-found]
 
-VERSION = 11  # of the interface between cpu.cpp and cpu.py
+VERSION = 12  # of the interface between cpu.cpp and cpu.py
 SOURCE = Path(__file__).with_name("cpu.cpp")
 TENSOR_FACTS = ["data_ptr", "dim", "sizes", "strides", "dtype", "device_type"]
 TARGETS = ["-march=native", "-mcpu=native"]  # some compilers know only one of them

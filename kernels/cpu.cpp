@@ -763,26 +763,27 @@ static void attend_many(const float *q, const float *keys, const float *values, 
 // What cpu.py packs; everything has 8 bytes
 struct Pass {
   Tensor x, cos, sin, y;  // x (B, T, C), y as large; cos and sin (T, D / 2), or (B, D / 2)
-  int64_t D, threads, layers, first, caches;  // Layers; the first one's place in Stored; Stored
+  int64_t threads, layers, first, caches;  // Layers; the first one's place in Stored; Stored
 };
 struct Layer {
   Tensor norms[2];
   Tensor weights[7];          // of q, k, v, o, gate, up, down
   int64_t types[7], fast[7];  // of the matrices
+  int64_t D;
   double eps[2];
 };
 struct Stored {         // of B sequences, or of each one for itself, if T is 1
   Tensor keys, values;  // of all layers (L, B, G, S, D), `pos` tokens of which are stored
   int64_t pos;
 };
-static_assert(sizeof(Pass) == 9 * 8 && sizeof(Layer) == 25 * 8 && sizeof(Stored) == 3 * 8);
+static_assert(sizeof(Pass) == 8 * 8 && sizeof(Layer) == 26 * 8 && sizeof(Stored) == 3 * 8);
 
 // y = x + attention, += MLP of the layer at `index`; E: of the cache
 template <class E>
 static void run(const Pass &p, const Layer &l, const Stored *stored, const float *x,
                 int64_t index) {
   const int64_t *shape = p.x.sizes(3), B = shape[0], T = shape[1], C = shape[2], tokens = B * T;
-  const int64_t D = p.D, G = stored->keys.sizes(5)[2], H = l.weights[0].sizes(2)[0] / D;
+  const int64_t D = l.D, G = stored->keys.sizes(5)[2], H = l.weights[0].sizes(2)[0] / D;
   const int64_t inner = l.weights[4].sizes(2)[0], turns = p.cos.sizes(2)[0];
   const int threads = (int)p.threads, many = tokens > 16 ? threads : 1;
   const float *cos = p.cos.data<float>(), *sin = p.sin.data<float>();
@@ -864,7 +865,7 @@ static void run(const Pass &p, const Layer &l, const Stored *stored, const float
 enum { DONE, NO_MEMORY, NOT_SUPPORTED };  // sizes that do not fit, an unknown type
 
 extern "C" {
-int32_t kernels_version() { return 11; }
+int32_t kernels_version() { return 12; }
 void use(const Torch &functions, int32_t cores) { torch = functions, team.limit = cores - 1; }
 const char *kernels_built_for() { return ISA BYTES ", " COMPILER THREADS; }
 int32_t kernels_gemv_tokens() { return GEMV_TOKENS; }
@@ -888,7 +889,7 @@ int32_t embed(const uint8_t *weights, const int64_t *ids, float *y, int32_t thre
   return DONE;
 }
 int32_t run_blocks(const Pass &p, const Layer *layers, const Stored *stored) try {
-  const int64_t *x = p.x.sizes(3), *keys = stored->keys.sizes(5), D = p.D;
+  const int64_t *x = p.x.sizes(3), *keys = stored->keys.sizes(5), D = layers->D;
   if (!x || !keys || p.first < 0 || p.first + p.layers > keys[0]) return NOT_SUPPORTED;
   const int64_t B = x[0], T = x[1], C = x[2], G = keys[2], KV = G * D, several = p.caches > 1;
   const int64_t turns = several ? B : T, rows = several ? 1 : B;
@@ -904,7 +905,7 @@ int32_t run_blocks(const Pass &p, const Layer *layers, const Stored *stored) try
   }
   for (const Layer *l = layers; l < layers + p.layers && fits; l++) {
     const int64_t *q = l->weights[0].sizes(2), *gate = l->weights[4].sizes(2);
-    if (!q || !gate || q[0] % KV || gate[0] % 32) return NOT_SUPPORTED;
+    if (!q || !gate || l->D != D || q[0] % KV || gate[0] % 32) return NOT_SUPPORTED;
     const int64_t height[] = {q[0], KV, KV, C, gate[0], gate[0], C};
     const int64_t width[] = {C, C, C, q[0], C, C, gate[0]};
     fits = l->norms[0].is(FLOAT32, {C}) && l->norms[1].is(FLOAT32, {C});

@@ -8,11 +8,13 @@ kernels cannot: with gradients, hooks, modules that were replaced, on other devi
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
-from operator import attrgetter, getitem, itemgetter
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,23 +49,60 @@ def accelerate(model: nn.Module, fast: bool) -> None:
             module.fast = fast
 
 
-def hooked(attributes: Iterable[dict]) -> bool:
-    """Whether calling a module does more than the forward() of its class; takes modules' vars()."""
-    # torch has no public names for these; the tests notice if one is gone.
-    attributes = [*attributes]
-    hooks = map(itemgetter("_forward_hooks", "_forward_pre_hooks"), attributes)
-    if any(chain.from_iterable(hooks)) or any("forward" in own for own in attributes):
-        return True
-    of_all = nn.modules.module
-    return bool(of_all._global_forward_hooks or of_all._global_forward_pre_hooks)
+class Parts:
+    """The modules in a model or a Block, and what a pass uses of them: listed once, because that
+    takes a while. At each call, what was listed is compared with what stands there then."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        _, *self.modules = owner.modules()  # not the owner, which would never be freed
+        self.own = [*map(vars, self.modules)]
+        self.trees = [own["_modules"] for own in (vars(owner), *self.own) if own["_modules"]]
+        self.weights = [own[name] for name in ("_parameters", "_buffers") for own in self.own]
+        self.numbers = [(own, name) for own in self.own for name in NUMBERS if name in own]
+        # torch has no public names for these; the tests notice if one is gone.
+        hooks = "_forward_hooks", "_forward_pre_hooks"
+        self.hooks = [own[name] for name in hooks for own in self.own]
+        self.state = self.read()
+
+    def read(self) -> list:
+        """What stands there now."""
+        return [
+            [*map(type, self.modules)],
+            [*chain.from_iterable(map(dict.values, self.trees))],
+            [own[name] for own, name in self.numbers],
+            [t._cdata for t in self.tensors()],
+        ]
+
+    def tensors(self) -> list[Tensor]:
+        """All weights."""
+        values = chain.from_iterable(map(dict.values, self.weights))
+        return [t for t in values if t is not None]
+
+    def hooked(self) -> bool:
+        """Whether calling a module does more than the forward() of its class."""
+        of_all = nn.modules.module
+        hooks = *self.hooks, of_all._global_forward_hooks, of_all._global_forward_pre_hooks
+        return any(hooks) or any("forward" in own for own in self.own)
+
+
+LISTED: Any = WeakKeyDictionary()  # model or Block -> its Parts: no copy of a model has them
+NUMBERS = "eps", "head_dim", "dtype", "ggml_type", "fast"  # attributes that a pass depends on
+
+
+def find_parts(kind: Any, owner: nn.Module) -> Any:
+    """The Parts, of this kind, of a model or a Block; listed anew if anything changed."""
+    parts = LISTED.get(owner)
+    if parts is None or parts.read() != parts.state:
+        parts = LISTED[owner] = kind(owner)
+    return parts
 
 
 def by_torch() -> bool:
     """Whether torch must compute: it is compiling, takes forward-mode derivatives, or there are no
     kernels."""
-    if torch.compiler.is_compiling() or not load_kernels():
-        return True
-    return torch.autograd.forward_ad._current_level >= 0  # this, too, has no public name
+    compiling = torch.compiler.is_compiling()
+    # This, too, has no public name.
+    return compiling or not load_kernels() or torch.autograd.forward_ad._current_level >= 0
 
 
 def run_kernel(
@@ -118,84 +157,80 @@ class NativeEmbedding(QuantizedEmbedding):
 
 
 # What a Block and its modules hold, by the names that Block gave them.
-PARTS = itemgetter("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+CHILDREN = itemgetter("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 ATTENTION_MATRICES = itemgetter("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MATRICES = itemgetter("gate_proj", "up_proj", "down_proj")
-# The classes of PARTS and of both lists of matrices.
+# The classes of CHILDREN and of both lists of matrices.
 CLASSES = [CausalSelfAttention, MLP, RMSNorm, RMSNorm, *[NativeLinear] * 7]
 # The structs of cpu.cpp.
-PASS, LAYER, STORED = struct.Struct("9n"), struct.Struct("23n 2d"), struct.Struct("3n")
+PASS, LAYER, STORED = struct.Struct("8n"), struct.Struct("24n 2d"), struct.Struct("3n")
 
 
-def each(name: str, objects: Iterable) -> list:
-    """An attribute of each of the objects."""
-    return [*map(attrgetter(name), objects)]
+class NativeParts(Parts):
+    """Parts, and structs of the layers; no layers if the kernel cannot stand for one of them."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__(owner)
+        self.layers: list = []
+        blocks: Any = owner._modules.get("layers", [owner])
+        with suppress(KeyError, AttributeError):  # something is not where Block put it
+            if {*map(type, blocks)} <= {NativeBlock, type(owner)}:
+                self.layers = [*map(pack_layer, blocks)]
+
+
+def pack_layer(block: nn.Module) -> bytes:
+    """The struct of a Block's modules; KeyError if they are of other classes."""
+    attention, mlp, *norms = CHILDREN(block._modules)
+    matrices = ATTENTION_MATRICES(attention._modules) + MLP_MATRICES(mlp._modules)
+    if [*map(type, (attention, mlp, *norms, *matrices))] != CLASSES:
+        raise KeyError
+    tensors = [norm._parameters["weight"] for norm in norms]
+    tensors += [matrix._buffers[matrix.ggml_type] for matrix in matrices]
+    return LAYER.pack(
+        *[t._cdata for t in tensors],
+        *[GGML_TYPES[matrix.ggml_type].number for matrix in matrices],
+        *[matrix.fast for matrix in matrices],
+        attention.head_dim,
+        *[norm.eps for norm in norms],
+    )
 
 
 def run_blocks(
-    blocks: Sequence[nn.Module],
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    mask: Tensor | None,
-    cache: Any,
+    owner: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
 ) -> Tensor | None:
-    """What Blocks make of x (B, T, C) one after the other, in one call; None if torch must compute.
-
-    Everything is looked up at each call: what was kept from an earlier one might have changed. It
-    is looked up column by column, one attribute of all layers, because Python takes longer than C.
-    """
+    """What a Block, or all Blocks of a model, make of x (B, T, C), in one call; None if torch must
+    compute."""
     # 1. Is there a plain Cache, or one with `sequences` that are? A subclass may store or mask in
     #    another way.
-    caches = [cache] if type(cache) is Cache else getattr(cache, "sequences", [])
+    plain = type(cache) is Cache
+    caches = [cache] if plain else getattr(cache, "sequences", [])
     if {*map(type, caches)} != {Cache} or torch.is_grad_enabled() or by_torch():
         return None
 
     # 2. Are all modules of the classes that the kernel stands for, without hooks?
-    try:
-        attention, mlp, *norms = zip(*map(PARTS, each("_modules", blocks)))
-        matrices = [*zip(*map(ATTENTION_MATRICES, each("_modules", attention)))]
-        matrices += zip(*map(MLP_MATRICES, each("_modules", mlp)))
-        modules = [attention, mlp, *norms, *matrices]
-        if [{*map(type, column)} for column in modules] != [{kind} for kind in CLASSES]:
-            return None
-        if (
-            hooked(map(vars, chain.from_iterable(modules)))
-            or len({*each("head_dim", attention)}) > 1
-        ):
-            return None
-        types = [each("ggml_type", column) for column in matrices]
-        tensors = [[p["weight"] for p in each("_parameters", column)] for column in norms]
-        for column, names in zip(matrices, types):
-            tensors.append([*map(getitem, each("_buffers", column), names)])
-        columns = [each("_cdata", column) for column in tensors]
-        columns += [each("number", map(GGML_TYPES.__getitem__, names)) for names in types]
-        columns += [each("fast", column) for column in matrices]
-        columns += [each("eps", column) for column in norms]
-    except (KeyError, AttributeError):  # a weight or a module is not where Block put it
+    parts = find_parts(NativeParts, owner)
+    if not parts.layers or parts.hooked():
         return None
 
     # 3. Is the mask the causal one? Another tensor is compared by its elements.
-    if type(cache) is Cache:
+    if plain:
         causal = cache.mask(x.shape[1])  # made once for all layers of a pass
     else:  # one token for each cache
-        pos = torch.tensor(each("pos", caches)).view(-1, 1, 1, 1)
+        pos = torch.tensor([c.pos for c in caches]).view(-1, 1, 1, 1)
         causal = torch.arange(int(pos.max()) + 1) <= pos  # (B, 1, 1, S)
     if mask is not causal and (
         mask is None or causal is None or mask.dtype != causal.dtype or not mask.equal(causal)
     ):
         return None
 
-    # 4. The structs. The kernel reads the tensors itself, and refuses what it cannot compute.
+    # 4. The other structs. The kernel reads the tensors itself, and refuses what it cannot compute.
     y = torch.empty_like(x)
-    angles = (cos, sin) if type(cache) is Cache else (cos.squeeze(1), sin.squeeze(1))
-    numbers = attention[0].head_dim, torch.get_num_threads(), len(blocks), cache.layer, len(caches)
-    packed = PASS.pack(*each("_cdata", (x, *angles, y)), *numbers)
-    layers = b"".join(map(LAYER.pack, *columns))
-    stored = [STORED.pack(c.k._cdata, c.v._cdata, c.pos) for c in caches]
-    if load_kernels().run_blocks(packed, layers, b"".join(stored)):
-        return None
-    return y
+    angles = (cos, sin) if plain else (cos.squeeze(1), sin.squeeze(1))
+    numbers = torch.get_num_threads(), len(parts.layers), cache.layer, len(caches)
+    packed = PASS.pack(*[t._cdata for t in (x, *angles, y)], *numbers)
+    stored = b"".join(STORED.pack(c.k._cdata, c.v._cdata, c.pos) for c in caches)
+    failed = load_kernels().run_blocks(packed, b"".join(parts.layers), stored)
+    return None if failed else y
 
 
 class NativeBlock(Block):
@@ -207,27 +242,30 @@ class NativeBlock(Block):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        y = run_blocks([self], x, cos, sin, mask, cache)
+        y = run_blocks(self, x, cos, sin, mask, cache)
         return super().forward(x, cos, sin, mask, cache) if y is None else y
 
 
-class AllBlocks(list):
+class AllBlocks:
     """A model's Blocks as Llama.forward() is to see them: as one, which is one call if it can be."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return len(self.model.layers)
 
     def __iter__(self) -> Iterator:
         yield self.run
 
     def run(self, x: Tensor, *others: Any) -> Tensor:
         """As Block.forward()."""
-        blocks, cache = self[:], others[-1]
-        y = None
-        if {*map(type, blocks)} == {NativeBlock} and not hooked(map(vars, blocks)):
-            y = run_blocks(blocks, x, *others)
-        if y is not None:
-            return y
-        for cache.layer, block in enumerate(blocks):
-            x = block(x, *others)
-        return x
+        y = run_blocks(self.model, x, *others)
+        if y is None:
+            y, cache = x, others[-1]
+            for cache.layer, block in enumerate(self.model.layers):
+                y = block(y, *others)
+        return y
 
 
 class NativeLlama(Llama):
@@ -241,6 +279,6 @@ class NativeLlama(Llama):
         """As Llama.forward()."""
         if cache is None or torch.compiler.is_compiling():
             return super().forward(tokens, cache, all_positions)
-        parts = vars(self) | self._modules | {"layers": AllBlocks(self.layers)}
+        parts = vars(self) | self._modules | {"layers": AllBlocks(self)}
         seen: Any = SimpleNamespace(**parts, parameters=self.parameters)
         return Llama.forward(seen, tokens, cache, all_positions)

@@ -15,7 +15,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
 
 from .build import cache_folder
-from .cpu import ATTENTION_MATRICES, MLP_MATRICES, hooked
+from .cpu import ATTENTION_MATRICES, MLP_MATRICES, Parts, find_parts
 from .llama2 import (
     DENSE,
     GGML_TYPES,
@@ -49,8 +48,6 @@ except ImportError:  # no Triton: steps are captured, of plain operations
 DEVICE = "cuda"  # the tests capture on a CPU
 BUCKET = 256  # a graph serves so many positions; a mask hides the slots behind the token's own
 LOCK = threading.Lock()  # one capture at a time
-CAPTURED: Any = WeakKeyDictionary()  # model -> its Parts: no copy of a model has a graph
-NUMBERS = "eps", "head_dim", "dtype"  # attributes of modules that a step depends on
 
 
 def alias(t: Tensor) -> Tensor:
@@ -95,32 +92,18 @@ class StepCache:
         """replay() counts the token."""
 
 
-class Parts:
-    """What the steps of a model use, listed once because that takes a while; and these steps."""
+class GraphParts(Parts):
+    """Parts, with all that a graph would not notice if it changed; and the steps of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        _, *self.modules = model.modules()  # not the model itself, which this would keep alive
-        self.own = [*map(vars, self.modules)]
-        self.trees = [vars(model)["_modules"], *(own["_modules"] for own in self.own)]
-        self.trees = [*filter(None, self.trees)]
-        self.weights = [own[name] for own in self.own for name in ("_parameters", "_buffers")]
-        self.numbers = [(own, name) for own in self.own for name in NUMBERS if name in own]
-        self.state = self.read()
+        super().__init__(model)
         self.steps: Any = WeakKeyDictionary()  # cache -> its Step
 
-    def read(self) -> list[list]:
-        """What a graph would not notice if it changed."""
-        values = chain.from_iterable(map(dict.values, self.weights))
-        tensors = [t for t in values if t is not None]
-        return [
-            [*map(type, self.modules)],
-            [*chain.from_iterable(map(dict.values, self.trees))],
-            [own[name] for own, name in self.numbers],
-            [*map(Tensor.data_ptr, tensors)],
-            [*map(Tensor.size, tensors)],
-            [*map(Tensor.stride, tensors)],
-            [*map(attrgetter("dtype"), tensors)],
-        ]
+    def read(self) -> list:
+        """What stands there now."""
+        tensors = self.tensors()
+        readers = Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype")
+        return super().read() + [[*map(read, tensors)] for read in readers]
 
 
 class Step:
@@ -179,10 +162,8 @@ def replay(model: nn.Module, cache: Any, tokens: Tensor) -> Tensor | None:
         return None
     if cache.pos >= (model.config.sliding_window or math.inf):  # which forward() refuses
         return None
-    parts = CAPTURED.get(model)
-    if parts is None or parts.read() != parts.state:
-        parts = CAPTURED[model] = Parts(model)
-    if hooked(parts.own):
+    parts = find_parts(GraphParts, model)
+    if parts.hooked():
         return None
     S = min(cache.max_seq_len, (cache.pos // BUCKET + 1) * BUCKET)
     tensors = cache.k, cache.v, cache.cos, cache.sin

@@ -45,7 +45,7 @@ def pair(graph, model):  # noqa: F811
 
 def steps_of(graph, model):  # noqa: F811
     """The steps that are captured of a model."""
-    return [*graph.CAPTURED[model].steps.values()] if model in graph.CAPTURED else []
+    return [*graph.find_parts(graph.GraphParts, model).steps.values()]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -60,7 +60,8 @@ def test_steps_equal_plain_ones(graph, pair, dtype):  # noqa: F811
             cache.truncate(min(length, cache.pos))
             tokens = TOKENS[:1, cache.pos : 27]
             results.append(in_steps(model, tokens, [3] + [1] * (24 - cache.pos), cache))
-        assert_close(*results, 1e-5)
+        # A last bit of float32 decides which way a number of the cache is rounded.
+        assert_close(*results, max(1e-5, torch.finfo(dtype).eps))
         assert torch.equal(ours.tokens, theirs.tokens) and ours.pos == theirs.pos
         with pytest.raises(ValueError, match="the cache holds 27 tokens"):
             fast(TOKENS[:1, :1], ours)
@@ -176,11 +177,11 @@ def test_what_cannot_be_captured_runs_by_torch_with_one_line(graph, pair, monkey
 def test_comparing_is_quick(graph):  # noqa: F811
     """A model with Llama 2 7B's number of modules: 0.1 ms; the limit is for busy machines."""
     model = llama2.Llama(llama2.Config(64, 64, 32, 4, 4, vocab_size=32))
-    parts = graph.Parts(model)
+    parts = graph.GraphParts(model)
     assert parts.read() == parts.state
 
     def compare():
-        return parts.read() == parts.state and graph.hooked(parts.own)
+        return parts.read() == parts.state and parts.hooked()
 
     assert not compare()
     assert min(timeit.repeat(compare, number=1, repeat=50)) < 1e-3
