@@ -24,6 +24,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -653,12 +654,12 @@ def run_model(args, path):
     cache = model.new_cache(size)
     engines = {"llama2.py": in_process(args, partial(model, cache=cache), cache.truncate, tokens)}
     for text in args.llama_bench if args.table else ():
-        name, _, program = text.rpartition("=")
-        sweep = Path(program).with_name("llama-sweep-bench")
+        name, _, peer = program(text).rpartition("=")
+        sweep = Path(peer).with_name("llama-sweep-bench")
         if args.depth != [0] and sweep.exists():
             engines[name] = sweep_bench(args, sweep, path)
         else:
-            engines[name or program] = llama_bench(args, program, path)
+            engines[name or peer] = llama_bench(args, peer, path)
     for name in args.compare:
         engines[name] = transformers_engine(args, name, model, tokens)
     rows = compare(take_turns(engines, args.rounds))
@@ -932,6 +933,13 @@ def output_file(text):
     return Path(text)
 
 
+def program(text):
+    """The type of an option, [NAME=]PATH: else a wrong path would be noticed after minutes."""
+    if not shutil.which(text.rpartition("=")[2]):
+        raise argparse.ArgumentTypeError(f"{text}: there is no such program")
+    return text
+
+
 def counts(text):
     """The type of an option: numbers with commas between them."""
     return [llama2.in_range(int, 1, 64)(part) for part in text.split(",")]
@@ -968,9 +976,10 @@ def parse_args(argv):
     add("--text", **file, help="that --fidelity reads (default: exact's answers)")
     others = ("transformers", "transformers-bfloat16")
     add("--compare", choices=others, nargs="+", default=[], help="the same shape there")
-    program = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
-    add("--llama-bench", **program, help="for --table (default: the one on the PATH)")
-    add("--llama-completion", metavar="PATH", help="llama.cpp's program, for --fidelity")
+    peers = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
+    add("--llama-bench", **peers, type=program, help="for --table (default: that on the PATH)")
+    completion = "llama.cpp's program, for --fidelity"
+    add("--llama-completion", metavar="PATH", type=program, help=completion)
     add("--rounds", **number(5), help="default: 5")
     add("--compile", action=argparse.BooleanOptionalAction)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -1017,6 +1026,7 @@ def main(argv=None):
         MemoryError,
         ImportError,
         RuntimeError,
+        argparse.ArgumentTypeError,
         CalledProcessError,
     ) as error:
         problem = getattr(error, "stderr", "") or str(error) or type(error).__name__

@@ -44,7 +44,7 @@ RIGHT = {  # values: the options that take them; all others take none
     "0 -1 nan inf word": "--out",  # a new file in a folder that exists
     "0 -1 nan inf word raw.bin": "--json --profile",  # or one that is replaced
     VALUES: "--api-key --cors --prompt --stop --system"  # any text
-    " --llama-bench --llama-completion --questions --text",  # or of a mode that is not chosen
+    " --questions --text",  # or of a mode that is not chosen
 }
 RIGHT_HERE = {
     ("llama2.py", "--seed"): "0 -1",  # a random one
