@@ -184,4 +184,5 @@ if __name__ == "__main__":
         if args.out:
             adapters.merge_adapters(model)
             save_gguf(model, args.out, args.type, tokenizer=tokenizer)
+            print(f"wrote {args.out}", file=sys.stderr)
     sys.exit(status)
