@@ -160,7 +160,7 @@ def test_fidelity(bundled, monkeypatch, capsys):
 
 
 WRONG = """
---claims --model absent.gguf | there is no absent.gguf; pass --model FILE.gguf
+--claims --model absent.gguf | absent.gguf
 --table x.gguf | llama-bench: there is no such program
 --perplexity text --context 100000 | expected twice --context
 """

@@ -62,8 +62,8 @@ class Job:
         prompt = body.pop(field, None)
         take(body, "model", "")
         self.stream = take(body, "stream", False)
-        wanted = take(take(body, "stream_options", {}), "include_usage", False)
-        self.include_usage = wanted or not self.stream
+        options = take(body, "stream_options", {})
+        self.include_usage = take(options, "include_usage", False) or not self.stream
         top = take(body, "logprobs", None, bool if chat else int)
         if chat:
             top = take(body, "top_logprobs", 0) if top else None

@@ -66,8 +66,8 @@ class Adjustment:
 
     bias: torch.Tensor  # (V,)
     last_n: int  # how many tokens are recent
-    presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
-    frequency_penalty: float = 0.0  # the same, for each occurrence
+    presence_penalty: float  # subtracted from the logits of recent tokens
+    frequency_penalty: float  # the same, for each occurrence
     grammar: Any = None
 
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -124,15 +124,10 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
         if not is_id or type(value) not in (int, float) or not -100 <= value <= 100:
             raise wrong("logit_bias", {key: value}, "; expected ids: numbers from -100 to 100")
         bias[int(key)] = value
-    processor = Adjustment(
-        bias,
-        last_n,
-        take(body, "presence_penalty", 0.0),
-        take(body, "frequency_penalty", 0.0),
-    )
-    penalties = processor.presence_penalty, processor.frequency_penalty
+    penalties = [take(body, f"{kind}_penalty", 0.0) for kind in ("presence", "frequency")]
     if last_n not in (-1, 0, 64) and not any(penalties) and values["repetition_penalty"] == 1:
         raise wrong("penalty_last_n", last_n, ", but there is no penalty")
+    processor = Adjustment(bias, last_n, *penalties)
     return replace(recommended, logits_processor=processor, **values)
 
 
