@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 import prelude
 
-sys.path.insert(0, str(ROOT))
 with prelude.imports("__main__"):  # of the programs that import this one, too
     import bench_llama2 as bench
 
