@@ -1,7 +1,8 @@
-"""What the programs have in common that continue a prompt or answer it. A module, no program."""
+"""What programs have in common that continue a prompt, answer it, or learn to. A module, no program."""
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import llama2
@@ -29,6 +30,14 @@ def load(
     if args.temperature is not None:
         sampling = replace(sampling, temperature=args.temperature)
     return model, tokenizer, sampling
+
+
+def read_template(option: str | None) -> str | None:
+    """--chat-template, a name or a file, as llama2.encode_chat() takes it."""
+    if not option or option in llama2.CHAT_TEMPLATES:
+        return option
+    with llama2.naming(Path(option)):
+        return Path(option).read_text("utf-8")
 
 
 def answer(

@@ -158,10 +158,11 @@ class Choice(Row):
         entries = {}
         for token_id, logprob in score.top.items():
             data = tokenizer.token_bytes(token_id)  # maybe only some bytes of a character
-            name = name_tokens(tokenizer, score.text)
-            if entries:
-                name = data.decode(errors="backslashreplace")
-                name = tokenizer.vocabulary.pieces[token_id] if name in ("", *entries) else name
+            name = data.decode(errors="backslashreplace")
+            if not entries:
+                name = name_tokens(tokenizer, score.text)
+            elif name in ("", *entries):
+                name = tokenizer.vocabulary.pieces[token_id]
             entries[name] = {"token": name, "logprob": logprob, "bytes": [*data]}
         return [*entries.values()]
 

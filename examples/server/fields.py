@@ -112,10 +112,7 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
     """The fields of Sampling, else what the model's files recommend, and those of Adjustment."""
     recommended = model.sampling or llama2.Sampling()
     last_n = take(dict(body), "penalty_last_n", llama2.Sampling.penalty_last_n)
-    values = {}
-    for name in llama2.SAMPLING_LIMITS:
-        value_type = type(getattr(llama2.Sampling, name))
-        values[name] = take(body, name, getattr(recommended, name), value_type)
+    values = {name: take(body, name, getattr(recommended, name)) for name in llama2.SAMPLING_LIMITS}
     if not take(body, "do_sample", True):
         values["temperature"] = 0.0
     bias = torch.zeros(model.vocab_size)
@@ -178,12 +175,11 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
                 **function,
             }:
                 schema = function.get("parameters") or {"properties": {}}
-        fits = isinstance(schema, dict) and NAME.fullmatch(name)
-        if fits:
-            schema["type"] = schema.get("type") or "object"
-        if not fits or schema["type"] != "object":
+        schema_type = isinstance(schema, dict) and (schema.get("type") or "object")
+        if schema_type != "object" or not NAME.fullmatch(name):
             expected = "names of 1 to 64 of A-Z a-z 0-9 _ . - and objects as parameters"
             raise wrong("tools", tool, f"; expected functions with {expected}")
+        schema["type"] = schema_type
         function = {"name": name, **function}
         tools.append({"type": "function", "function": function})
         chosen = (
