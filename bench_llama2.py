@@ -938,15 +938,15 @@ def counts(text):
 FLAG = {"action": "store_true"}
 FILE = {"metavar": "FILE", "type": Path}
 OUTPUT = {"metavar": "FILE", "type": output_file}
-MODES = {  # by their options, with the values that these take
-    "suite": (run_suite, FLAG),
-    "claims": (run_claims, FLAG),
-    "breakdown": (run_breakdown, FLAG),
-    "profile": (run_profile, OUTPUT),
-    "table": (run_models, FILE | {"nargs": "+"}),
-    "parallel": (run_parallel, {"metavar": "N,N", "type": counts}),
-    "perplexity": (run_perplexity, FILE),
-    "fidelity": (run_fidelity, FILE),
+MODES = {  # by their options, with what these take
+    "--suite": (run_suite, FLAG),
+    "--claims": (run_claims, FLAG),
+    "--breakdown": (run_breakdown, FLAG),
+    "--profile": (run_profile, OUTPUT),
+    "--table": (run_models, FILE | {"nargs": "+"}),
+    "--parallel": (run_parallel, {"metavar": "N,N", "type": counts}),
+    "--perplexity": (run_perplexity, FILE),
+    "--fidelity": (run_fidelity, FILE),
 }
 
 
@@ -959,8 +959,8 @@ def parse_args(argv):
 
     modes = "modes (default: the suite, or a whole model with --model or --config)"
     add = parser.add_argument_group(modes).add_argument
-    for name, (mode, value) in MODES.items():
-        add(f"--{name}", **value, help=mode.__doc__)
+    for option, (mode, value) in MODES.items():
+        add(option, **value, help=mode.__doc__)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--model", **FILE, help="a model (default: random weights)")
     add("--config", choices=CONFIGS, help="of random weights (default: 7b-2-layers)")
@@ -993,7 +993,7 @@ def main(argv=None):
         llama2.use_threads()
         machine = describe_machine()
         print(machine, end="\n\n")
-        chosen = [mode for name, (mode, _) in MODES.items() if getattr(args, name)]
+        chosen = [mode for option, (mode, _) in MODES.items() if getattr(args, option[2:])]
         if not chosen:
             chosen = [run_models if args.model or args.config else run_suite]
         result = {"machine": machine}
