@@ -157,7 +157,11 @@ def test_options_of_other_programs(run):
     assert args.max_new_tokens == 5
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if "/" in s and "convert" not in s])
+PACKAGED = [script for script in SCRIPTS if "/" in script and "convert" not in script]
+PACKAGED += [f"docs/make/{name}.py" for name in ("learn", "loads", "page", "several", "speed")]
+
+
+@pytest.mark.parametrize("script", PACKAGED)
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch, script):
     (tmp_path / "torch.py").write_text("raise ImportError(name='torch')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

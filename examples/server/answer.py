@@ -57,6 +57,7 @@ class Job:
 
         `field` holds the prompt. Raises Refusal, or ValueError for a wrong prompt.
         """
+        # 1. The fields.
         self.session = session
         self.chat = chat = field == "messages"
         prompt = body.pop(field, None)
@@ -95,6 +96,7 @@ class Job:
         if forgotten := refuse_rest(body):
             note += f"; forgot {', '.join(forgotten):.200}"
 
+        # 2. The prompts, and what the answers to them are held to.
         if chat:
             check_messages(prompt)
             try:
@@ -131,6 +133,7 @@ class Job:
                 code="context_length_exceeded",
             )
 
+        # 3. The answers.
         self.note = note
         each = [ids for ids in prompts for _ in range(self.n)]
         self.choices = [Choice(self, index, ids) for index, ids in enumerate(each)]

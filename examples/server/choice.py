@@ -86,12 +86,13 @@ class Choice(Row):
             return super().read(model, tokens)
         end = self.cache.pos + 1
         logits = model(tokens, self.cache, all_positions=True)[0]  # (T, V)
-        ids = self.tokens[0, end : end + len(logits)].tolist()
-        self.add(logits[: len(ids)], ids)
+        self.add(logits, self.tokens[0, end : end + len(logits)].tolist())
         return logits[-1:]
 
     def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
-        """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""
+        """Keep the scores of ids, given the logits (T, V) by which each was predicted, and maybe the
+        next.
+        """
         logprobs = logits.log_softmax(-1)[:, : self.job.session.model.vocab_size]
         values, indices = logprobs.topk(self.job.top)
         for token_id, own, *best in zip(ids, logprobs, indices.tolist(), values.tolist()):
