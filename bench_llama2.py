@@ -24,6 +24,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -79,8 +80,8 @@ def measure(function, limit=1.0):
 def relative_times(functions):
     """Times of functions that run in turns A B A B, divided by the first's: medians of 7 turns."""
     turns = [[measure(call, 0.03).median for call in functions.values()] for _ in range(7)]
-    first, *_ = samples = [*zip(*turns)]
-    return {name: ratio(times, first) for name, times in zip(functions, samples)}
+    samples = [*zip(*turns)]
+    return {name: ratio(times, samples[0]) for name, times in zip(functions, samples)}
 
 
 def ratio(a, b):
@@ -134,25 +135,16 @@ CONFIGS = {
 }
 
 
-def load(args, path, dtype=None, compile=None):
-    """Model and tokenizer of a file as the command line loads it, unless `dtype` or `compile` differ.
+def load(args, path):
+    """Model and tokenizer of a file as the command line loads it.
 
     Without a file: no tokenizer, and random weights, dense, in the shape of --config.
     """
-    dtype = dtype or args.dtype
-    if path is not None:
-        return llama2.load(path, args.device, dtype, compile=compile or args.compile)
-    dtype = getattr(torch, dtype.replace("auto", "float32"))
+    if path:
+        return llama2.load(path, args.device, args.dtype, compile=args.compile)
+    dtype = getattr(torch, args.dtype.replace("auto", "float32"))
     model = Llama(CONFIGS[args.config or "7b-2-layers"])
-    return model.to(args.device, dtype).eval(), None
-
-
-def model_file(args):
-    """The file of --model, else the bundled one. Raises ValueError if that is not here."""
-    path = args.model or llama2.DEFAULT_MODEL
-    if not path.exists():
-        raise ValueError(f"there is no {path}; pass --model FILE.gguf")
-    return path
+    return model.to(args.device, dtype), None
 
 
 def random_tokens(model, T):
@@ -207,7 +199,7 @@ def suite_calls(model, T):
 
 
 def run_suite(args):
-    """Time each name at each size; "prefill" and "decode" are whole passes."""
+    """Each layer by itself; "prefill" and "decode" are whole passes."""
     model, _ = load(args, args.model)
     result = {}
     for T in SIZES:
@@ -335,17 +327,17 @@ def run_breakdown(args):
         if part := PARTS.get(name.rpartition(".")[2]):
             module.forward = timed(times, part, module.forward)
     shares = {}
-    for T in (1, 32, 128):
-        run = forward(model, T)
-        with (
-            patch.object(F, "scaled_dot_product_attention", partial(written_out, times)),
-            patch.object(llama2, "apply_rotary_emb", timed(times, "RoPE", llama2.apply_rotary_emb)),
-        ):
+    with (
+        patch.object(F, "scaled_dot_product_attention", partial(written_out, times)),
+        patch.object(llama2, "apply_rotary_emb", timed(times, "RoPE", llama2.apply_rotary_emb)),
+    ):
+        for T in (1, 32, 128):
+            run = forward(model, T)
             run()
             times.clear()
             for _ in range(args.rounds):
                 run()
-        shares[T] = {part: value / times.total() for part, value in times.items()}
+            shares[T] = {part: value / times.total() for part, value in times.items()}
     rows = [(name, *(f"{shares[T].get(name, 0):.1%}" for T in shares)) for name in shares[128]]
     table(("share of a pass", *(f"{T} tokens" for T in shares)), *rows)
     return {"token": token, "breakdown": shares}
@@ -462,7 +454,7 @@ def claim_modules(args, model):
 
 def claim_loading(args, model):
     """(d) From a real file to its first token: within a second and 2 s per GB."""
-    path = model_file(args)
+    path = args.model or llama2.DEFAULT_MODEL
 
     def first_token():
         loaded, tokenizer = load(args, path)
@@ -511,8 +503,8 @@ CLAIMS = {
 
 
 def run_claims(args):
-    """Measure all five; print two lines for each."""
-    model_file(args)  # before minutes have passed
+    """Five claims, each with a verdict."""
+    (args.model or llama2.DEFAULT_MODEL).stat()  # a wrong one is noticed before minutes have passed
     model, _ = load(args, None)
     print(f"{len(model.layers)} layers and the head")
     result = {}
@@ -540,8 +532,9 @@ def in_process(args, step, truncate, tokens):
     """An engine from `step`: tokens (1, T), behind those that truncate() left, -> logits (1, V)."""
 
     def feed(start, end, size=512):
-        for chunk in tokens[:, start:end].split(size, dim=1):
-            step(chunk).argmax().item()  # as whoever shows the text must
+        for i in range(start, end, size):
+            logits = step(tokens[:, i : min(i + size, end)])
+            logits.argmax().item()  # as whoever shows the text must
 
     def run():
         tests = {T: (0, T) for T in args.prompt_tokens} | {0: (0, args.gen_tokens, 1)}
@@ -549,9 +542,8 @@ def in_process(args, step, truncate, tokens):
         read = 0
         for depth in sorted(args.depth):
             truncate(read)
-            if depth > read:
-                feed(read, depth)
-                read = depth
+            feed(read, depth)
+            read = depth
             for prompt, test in tests.items():
                 for _ in range(2):  # the first does not count, as in llama-bench
                     truncate(depth)
@@ -653,12 +645,12 @@ def run_model(args, path):
     cache = model.new_cache(size)
     engines = {"llama2.py": in_process(args, partial(model, cache=cache), cache.truncate, tokens)}
     for text in args.llama_bench if args.table else ():
-        name, _, program = text.rpartition("=")
-        sweep = Path(program).with_name("llama-sweep-bench")
+        name, _, peer = program(text).rpartition("=")
+        sweep = Path(peer).with_name("llama-sweep-bench")
         if args.depth != [0] and sweep.exists():
             engines[name] = sweep_bench(args, sweep, path)
         else:
-            engines[name or program] = llama_bench(args, program, path)
+            engines[name or peer] = llama_bench(args, peer, path)
     for name in args.compare:
         engines[name] = transformers_engine(args, name, model, tokens)
     rows = compare(take_turns(engines, args.rounds))
@@ -681,7 +673,7 @@ def run_model(args, path):
 
 
 def run_models(args):
-    """--model, --config or all files of --table."""
+    """Whole models: prompts and generation, beside llama.cpp and others."""
     return {"models": dict(run_model(args, path) for path in args.table or [args.model])}
 
 
@@ -710,7 +702,7 @@ def parallel_engine(args, model, count):
 
 
 def run_parallel(args):
-    """Tokens/s of all sequences together, by their number, which take turns."""
+    """Tokens/s of so many sequences side by side."""
     sys.path.append(str(Path(__file__).resolve().parent / "examples"))
     model, _ = load(args, args.model)
     engines = {count: parallel_engine(args, model, count) for count in args.parallel}
@@ -748,7 +740,7 @@ def windows(tokenizer, text, context):
 
 def run_perplexity(args):
     """Perplexity of a text: how well the second half of each window is predicted."""
-    model, tokenizer = load(args, model_file(args))
+    model, tokenizer = load(args, args.model or llama2.DEFAULT_MODEL)
     texts = windows(tokenizer, read_text(args.perplexity), args.context)
     logprobs = torch.cat([llama2.score(model, text)[args.context // 2 :] for text in texts])
     value = math.exp(-logprobs.double().mean())
@@ -878,7 +870,7 @@ def read_prompts(args, tokenizer):
     """Questions as a chat model is asked them, or openings of stories: a list of ids for each."""
     is_chat = bool(tokenizer.chat_template)
     text = QUESTIONS if is_chat else OPENINGS
-    if args.questions is not None:
+    if args.questions:
         text = read_text(args.questions)
     if not is_chat:
         return [tokenizer.encode(line) for line in text.splitlines()]
@@ -889,9 +881,9 @@ def read_prompts(args, tokenizer):
 def run_fidelity(args):
     """Greedy answers of exact, fast and others, and how far their logits are from exact's."""
     path = args.fidelity
-    exact, tokenizer = load(args, path, "float32")
+    exact, tokenizer = llama2.load(path, args.device, compile=args.compile)
     prompts = read_prompts(args, tokenizer)
-    fast, _ = load(args, path, "auto", compile=True)
+    fast, _ = llama2.load(path, args.device, "auto", compile=True)
     readers = {
         "exact": our_reader(exact, tokenizer),
         "fast, float32 cache": our_reader(fast, tokenizer, Cache(fast.config, device=args.device)),
@@ -900,7 +892,7 @@ def run_fidelity(args):
     small = path.stat().st_size < 2**30  # transformers makes all weights float32
     if small and importlib.util.find_spec("transformers"):
         readers["transformers"] = transformers_reader(path, exact.config, tokenizer)
-    if args.llama_completion is not None:
+    if args.llama_completion:
         readers["llama.cpp"] = llama_cpp_reader(args.llama_completion, path, tokenizer)
     answers = {
         name: [answer(prompt).strip("\n") for prompt in prompts]
@@ -915,8 +907,7 @@ def run_fidelity(args):
         equal = f"{len(prompts) - len(pairs)} of {len(prompts)}"
         parted = median(map(len, common)) if pairs else ""
         rows.append((name, equal, parted, *texts.get(name, ("", ""))))
-    header = [path.name, "answers like exact's", "others part after, tokens"]
-    header += ["KL", "perplexity"]
+    header = [path.name, "answers like exact's", "others part after, tokens", "KL", "perplexity"]
     table(header, *rows)
     return {"fidelity": [dict(zip(header, row)) for row in rows]}
 
@@ -932,63 +923,66 @@ def output_file(text):
     return Path(text)
 
 
+def program(text):
+    """The type of an option, [NAME=]PATH: else a wrong path would be noticed after minutes."""
+    if not shutil.which(text.rpartition("=")[2]):
+        raise argparse.ArgumentTypeError(f"{text}: there is no such program")
+    return text
+
+
 def counts(text):
     """The type of an option: numbers with commas between them."""
     return [llama2.in_range(int, 1, 64)(part) for part in text.split(",")]
 
 
+FLAG = {"action": "store_true"}
+FILE = {"metavar": "FILE", "type": Path}
+OUTPUT = {"metavar": "FILE", "type": output_file}
+MODES = {  # by their options, with what these take
+    "--suite": (run_suite, FLAG),
+    "--claims": (run_claims, FLAG),
+    "--breakdown": (run_breakdown, FLAG),
+    "--profile": (run_profile, OUTPUT),
+    "--table": (run_models, FILE | {"nargs": "+"}),
+    "--parallel": (run_parallel, {"metavar": "N,N", "type": counts}),
+    "--perplexity": (run_perplexity, FILE),
+    "--fidelity": (run_fidelity, FILE),
+}
+
+
 def parse_args(argv):
     """The command line; a wrong one ends in one line and exit status 2."""
     parser = llama2.Parser(prog="bench_llama2.py", description="Measure llama2.py.")
-    file = {"metavar": "FILE", "type": Path}
-    output = {"metavar": "FILE", "type": output_file}
 
     def number(default, low=1):
         return {"metavar": "N", "type": llama2.in_range(int, low), "default": default}
 
     modes = "modes (default: the suite, or a whole model with --model or --config)"
     add = parser.add_argument_group(modes).add_argument
-    add("--suite", action="store_true", help="each layer by itself")
-    add("--claims", action="store_true", help="five claims with verdicts")
-    add("--breakdown", action="store_true", help="the share of each part of a pass")
-    add("--profile", **output, help="write torch.profiler's trace of a pass there")
-    add("--table", **file, nargs="+", help="GGUF files beside llama.cpp")
-    add("--parallel", metavar="N,N", type=counts, help="so many sequences side by side")
-    add("--perplexity", **file, help="perplexity of a text file")
-    add("--fidelity", **file, help="does what is fast write what is exact?")
+    for option, (mode, value) in MODES.items():
+        add(option, **value, help=mode.__doc__)
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--model", **file, help="a model (default: random weights)")
+    add("--model", **FILE, help="a model (default: random weights)")
     add("--config", choices=CONFIGS, help="of random weights (default: 7b-2-layers)")
     add = parser.add_argument
     add("--prompt-tokens", **number([128, 512]), nargs="+", help="default: 128 512")
     add("--gen-tokens", **number(16), help="default: 16")
     add("--depth", **number([0], low=0), nargs="+", help="both behind N tokens (default: 0)")
     add("--context", **number(512, low=3), help="tokens of a text's windows (default: 512)")
-    add("--questions", **file, help="of --fidelity, one a line (default: 20 of ours)")
-    add("--text", **file, help="that --fidelity reads (default: exact's answers)")
+    add("--questions", **FILE, help="of --fidelity, one a line (default: 20 of ours)")
+    add("--text", **FILE, help="that --fidelity reads (default: exact's answers)")
     others = ("transformers", "transformers-bfloat16")
     add("--compare", choices=others, nargs="+", default=[], help="the same shape there")
-    program = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
-    add("--llama-bench", **program, help="for --table (default: the one on the PATH)")
-    add("--llama-completion", metavar="PATH", help="llama.cpp's program, for --fidelity")
+    peers = {"metavar": "[NAME=]PATH", "nargs": "+", "default": ["llama-bench"]}
+    add("--llama-bench", **peers, type=program, help="for --table (default: that on the PATH)")
+    completion = "llama.cpp's program, for --fidelity"
+    add("--llama-completion", metavar="PATH", type=program, help=completion)
     add("--rounds", **number(5), help="default: 5")
     add("--compile", action=argparse.BooleanOptionalAction)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=llama2.DTYPES, default="auto")
-    add("--json", **output, help="write the result there as well")
+    add("--json", **OUTPUT, help="write the result there as well")
     return parser.parse_args(argv)
-
-
-MODES = {
-    "suite": run_suite,
-    "claims": run_claims,
-    "breakdown": run_breakdown,
-    "profile": run_profile,
-    "table": run_models,
-    "parallel": run_parallel,
-    "perplexity": run_perplexity,
-    "fidelity": run_fidelity,
-}
 
 
 @torch.no_grad()
@@ -999,13 +993,13 @@ def main(argv=None):
         llama2.use_threads()
         machine = describe_machine()
         print(machine, end="\n\n")
-        chosen = [mode for name, mode in MODES.items() if getattr(args, name)]
+        chosen = [mode for option, (mode, _) in MODES.items() if getattr(args, option[2:])]
         if not chosen:
             chosen = [run_models if args.model or args.config else run_suite]
         result = {"machine": machine}
         for mode in chosen:
             result |= mode(args)
-        if args.json is not None:
+        if args.json:
             args.json.write_text(json.dumps(result, indent=1))
     except KeyboardInterrupt:
         return 130
@@ -1017,6 +1011,7 @@ def main(argv=None):
         MemoryError,
         ImportError,
         RuntimeError,
+        argparse.ArgumentTypeError,
         CalledProcessError,
     ) as error:
         problem = getattr(error, "stderr", "") or str(error) or type(error).__name__

@@ -261,16 +261,17 @@ def main() -> int:
         begun = time.perf_counter()
         batch = run_batch(model, starts, args.parallel)
         for i, stream, texts in tqdm(batch, total=len(prompts), leave=False, disable=None):
-            record = {"prompt": prompts[i], "text": "".join(texts)}
-            text = record["prompt"] + record["text"] + "\n"
+            text = "".join(texts)
+            record = {"prompt": prompts[i], "text": text}
             if isinstance(stream, Exception):
                 record["error"] = str(stream)
-                text += f"error: {stream}\n"
+                text += f"\nerror: {stream}"
                 status = 1
             else:
                 record["stop_reason"] = stream.stop_reason
                 tokens += len(stream.generation.new_ids)
-            ended[i] = json.dumps(record, ensure_ascii=False) if args.json else text
+            line = f"{prompts[i]}{text}\n"
+            ended[i] = json.dumps(record, ensure_ascii=False) if args.json else line
             while text := ended.pop(printed, ""):
                 print(text, flush=True)
                 printed += 1

@@ -18,7 +18,6 @@ import json
 import re
 import signal
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -308,13 +307,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="replace what is there")
     args = parser.parse_args(argv)
     llama2.use_threads()
-    warnings.showwarning = lambda message, *_: print(f"convert.py: {message}", file=sys.stderr)
-    try:
+    with prelude.errors(parser):
         convert(args)
-    except ImportError as error:
-        parser.error(f"{error}; pip install {error.name}")
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     return 0
 
 

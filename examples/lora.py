@@ -19,6 +19,7 @@ import prelude
 with prelude.imports(__name__):
     import torch
     import torch.nn.functional as F
+    from prompts import read_template
     from save import SAVE_TYPES, save_gguf
     from torch.nn.utils.rnn import pad_sequence
     from torch.utils.checkpoint import checkpoint
@@ -153,10 +154,7 @@ if __name__ == "__main__":
                 problem = f"its {name} is {model.lora_settings[name]}, not {value}"
                 raise ValueError(f"{args.adapter}: {problem}: name a new folder, or no such option")
         if args.data:
-            template = args.chat_template
-            if template and template not in llama2.CHAT_TEMPLATES:
-                with llama2.naming(Path(template)):
-                    template = Path(template).read_text("utf-8")
+            template = read_template(args.chat_template)
             if args.data.suffix.lower() in DIALOGUES:
                 sides = read_dialogues(args.data, tokenizer, template)
             else:
@@ -184,4 +182,5 @@ if __name__ == "__main__":
         if args.out:
             adapters.merge_adapters(model)
             save_gguf(model, args.out, args.type, tokenizer=tokenizer)
+            print(f"wrote {args.out}", file=sys.stderr)
     sys.exit(status)

@@ -42,5 +42,7 @@ def errors(parser: Any) -> Iterator[None]:
     warnings.showwarning = lambda message, *_: print(f"{parser.prog}: {message}", file=sys.stderr)
     try:
         yield
-    except (ImportError, ValueError, OSError, MemoryError, RuntimeError) as error:
+    except ImportError as error:
+        parser.error(f"{error}; pip install {error.name}")
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         parser.error(str(error))

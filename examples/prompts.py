@@ -1,6 +1,8 @@
-"""What the programs have in common that continue a prompt or answer it. A module, no program."""
+"""What programs have in common that continue a prompt, answer it, or learn to. A module, no program."""
 
 import argparse
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import llama2
@@ -12,17 +14,30 @@ def add_options(parser: llama2.Parser, max_new_tokens: int) -> None:
     limit = llama2.in_range(int, 0)
     add("--model", default=llama2.DEFAULT_MODEL, help="what llama2.load() reads")
     add("--max-new-tokens", metavar="N", type=limit, default=max_new_tokens)
-    add("--temperature", metavar="X", type=float, default=0.8)
+    add("--temperature", metavar="X", type=float, help="default: the model's files, else 0.8")
     add("--seed", metavar="N", type=int, default=0)
 
 
 def load(
     args: argparse.Namespace, device: str = "cpu", **options: Any
 ) -> tuple[llama2.Llama, llama2.Tokenizer, llama2.Sampling]:
-    """What the options ask for; `options` are others of llama2.load()."""
+    """What the options ask for, and where they do not, the model's files; `options` are others of
+    llama2.load().
+    """
     llama2.use_threads()
     model, tokenizer = llama2.load(args.model, device, "auto", progress=True, **options)
-    return model, tokenizer, llama2.Sampling(args.temperature, seed=args.seed)
+    sampling = replace(model.sampling, seed=args.seed)
+    if args.temperature is not None:
+        sampling = replace(sampling, temperature=args.temperature)
+    return model, tokenizer, sampling
+
+
+def read_template(option: str | None) -> str | None:
+    """--chat-template, a name or a file, as llama2.encode_chat() takes it."""
+    if not option or option in llama2.CHAT_TEMPLATES:
+        return option
+    with llama2.naming(Path(option)):
+        return Path(option).read_text("utf-8")
 
 
 def answer(

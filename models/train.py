@@ -26,18 +26,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-import prelude  # noqa: F401
+import prelude
 
-sys.path.insert(0, str(ROOT))
-import numpy as np
-import sentencepiece
-import torch
-import torch.nn.functional as F
-from save import SAVE_TYPES, save_gguf
-from torch import Tensor, nn
-from tqdm import tqdm
+with prelude.imports(__name__, "torch sentencepiece gguf tqdm"):
+    import numpy as np
+    import sentencepiece
+    import torch
+    import torch.nn.functional as F
+    from save import SAVE_TYPES, save_gguf
+    from torch import Tensor, nn
+    from tqdm import tqdm
 
-import llama2
+    import llama2
 
 PADDING = -1  # after the end of a row
 
@@ -60,20 +60,24 @@ def read_stories(path: Path) -> tuple[list[str], list[str]]:
 def train_tokenizer(stories: list[str], size: int) -> llama2.Tokenizer:
     """A byte-pair vocabulary with Llama 2's settings: identity, byte fallback, a space in front."""
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for story in stories for line in story.split("\n") if line),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=size,
-        byte_fallback=True,  # what no piece covers, newlines among it, is written in bytes
-        character_coverage=0.99998,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        allow_whitespace_only_pieces=True,
-        max_sentence_length=1 << 20,
-        minloglevel=2,
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for story in stories for line in story.split("\n") if line),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=size,
+            byte_fallback=True,  # what no piece covers, newlines among it, is written in bytes
+            character_coverage=0.99998,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=1 << 20,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        said = str(error).rpartition("] ")[2]  # how many pieces the text makes, or needs
+        raise ValueError(f"--vocab {size} does not fit the text: {said}") from error
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.model"
         path.write_bytes(model.getvalue())
@@ -344,9 +348,8 @@ def main() -> int:
     llama2.use_threads(args.threads)
     torch.set_flush_denormal(True)
     try:
-        train(args)
-    except (ValueError, OSError, RuntimeError) as error:
-        parser.error(str(error))
+        with prelude.errors(parser):
+            train(args)
     except KeyboardInterrupt:
         print(
             "train.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr

@@ -6,6 +6,7 @@ from functools import partial
 from unittest.mock import patch
 
 import batch
+import prompts
 import pytest
 import torch
 
@@ -90,6 +91,17 @@ def test_program(bundled, capsys, monkeypatch, tmp_path):
         assert " ".join(answer["prompt"][:8] for answer in answers) == "fox The wolf The king Who?"
         assert output.err.endswith(" tokens/s\n")
         assert ("batch.py: the model has no chat template: " in output.err) == bool(chat)
+
+
+@pytest.mark.parametrize("option, temperature", [((), 0.25), (("--temperature", "0"), 0.0)])
+def test_sampling_is_what_the_files_recommend(write_tiny, option, temperature):
+    """But for options that are given, in all programs of prompts.py."""
+    path = write_tiny({"general.sampling.temp": 0.25, "general.sampling.top_k": 7})
+    parser = llama2.Parser()
+    prompts.add_options(parser, max_new_tokens=9)
+    args = parser.parse_args(["--model", str(path), "--seed", "5", *option])
+    *_, sampling = prompts.load(args)
+    assert sampling == llama2.Sampling(temperature, top_k=7, seed=5)
 
 
 def test_several_tokens_of_each_sequence(model, no_grad):

@@ -116,6 +116,7 @@ def test_table_beside_two_peers(capsys):
     script("peer", f"echo '{json.dumps(tests)}'")
     Path("ik").mkdir()
     line = '{"n_kv": 16, "speed_pp": 5, "speed_tg": 4}'
+    script("ik/llama-bench", "exit 1")  # is not asked
     script("ik/llama-sweep-bench", f"echo 'PP\n{line}\n{{\"n_kv\": 8}}' >&2")
     command = """--table x.gguf --gen-tokens 2 --rounds 2 --prompt-tokens 8 --depth 16
         --llama-bench llama.cpp=./peer ik=ik/llama-bench"""
@@ -159,14 +160,15 @@ def test_fidelity(bundled, monkeypatch, capsys):
 
 
 WRONG = """
---claims --model absent.gguf | there is no absent.gguf; pass --model FILE.gguf
---table x.gguf --llama-bench missing-bench | missing-bench
+--claims --model absent.gguf | absent.gguf
+--table x.gguf | llama-bench: there is no such program
 --perplexity text --context 100000 | expected twice --context
 """
 
 
 @cases("command, message", WRONG)
-def test_wrong_use_is_one_line(command, message, capsys):
+def test_wrong_use_is_one_line(command, message, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "shutil", SimpleNamespace(which=lambda path: None))
     error = fail(command, capsys)
     assert error.startswith("bench_llama2.py: error: ") and error.count("\n") == 1
     assert message in error

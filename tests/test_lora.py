@@ -83,6 +83,7 @@ def test_command_line(tmp_path):
     ours = model(IDS)
     theirs = peft.PeftModel.from_pretrained(reference(), tmp_path / "ours")
     assert (theirs(IDS).logits - ours).abs().max() < 1e-4
+    assert said.endswith("\nwrote tuned.gguf\n")
     merged, _ = llama2.load(tmp_path / "tuned.gguf")
     assert (merged(IDS) - ours).abs().max() < 1e-3
 

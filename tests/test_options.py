@@ -44,7 +44,7 @@ RIGHT = {  # values: the options that take them; all others take none
     "0 -1 nan inf word": "--out",  # a new file in a folder that exists
     "0 -1 nan inf word raw.bin": "--json --profile",  # or one that is replaced
     VALUES: "--api-key --cors --prompt --stop --system"  # any text
-    " --llama-bench --llama-completion --questions --text",  # or of a mode that is not chosen
+    " --questions --text",  # or of a mode that is not chosen
 }
 RIGHT_HERE = {
     ("llama2.py", "--seed"): "0 -1",  # a random one
@@ -157,9 +157,11 @@ def test_options_of_other_programs(run):
     assert args.max_new_tokens == 5
 
 
-@pytest.mark.parametrize(
-    "script", [s for s in SCRIPTS if s.startswith("ex") and "convert" not in s]
-)
+PACKAGED = [script for script in SCRIPTS if "/" in script and "convert" not in script]
+PACKAGED += [f"docs/make/{name}.py" for name in ("learn", "loads", "page", "several", "speed")]
+
+
+@pytest.mark.parametrize("script", PACKAGED)
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch, script):
     (tmp_path / "torch.py").write_text("raise ImportError(name='torch')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -97,6 +97,12 @@ def test_every_parameter_is_trained(run, tokenizer, tied):
         assert not torch.isclose(weight, before[name], atol=1e-6).all(), name
 
 
+def test_a_text_that_is_too_small_for_its_vocabulary(run):
+    _, err = run("--vocab 9999", status=2)
+    assert err.count("\n") == 1
+    assert re.search(r"error: --vocab 9999 does not fit the text: .* a value <= \d+\.\n$", err)
+
+
 def test_batches(train):
     """An epoch has each row once, in batches below the limit."""
     rows = [torch.full((2 + i // 2,), i) for i in range(90)]

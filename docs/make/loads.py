@@ -78,7 +78,7 @@ def main() -> None:
     add("--tokens", metavar="N", type=number(int, 2), default=40)
     add("--rounds", metavar="N", type=number(int, 1), default=7)
     add("--other", metavar="NAME=PATH", help="another llama2.py, such as an older one")
-    add("--llama-bench", metavar="NAME=PATH", nargs="+", default=[])
+    add("--llama-bench", metavar="NAME=PATH", type=bench.program, nargs="+", default=[])
     add("--no-quota", action="store_true")
     args = parser.parse_args()
     os.environ.pop("OMP_WAIT_POLICY", None)  # for this program: each sets its own, or none

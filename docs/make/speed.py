@@ -21,10 +21,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
-import prelude  # noqa: F401
+import prelude
 
-sys.path.insert(0, str(ROOT))
-import bench_llama2 as bench
+with prelude.imports("__main__"):  # of the programs that import this one, too
+    import bench_llama2 as bench
 
 PAGE = ROOT / "docs" / "speed.md"
 GREY = "#808080"  # it reads on light and on dark, as do
@@ -156,7 +156,8 @@ def main() -> None:
     )
     depth = number(int, 0)
     add("--depth", metavar="N", type=depth, nargs="+", default=[0, 512, 4096, 16384])
-    add("--llama-bench", metavar="NAME=PATH", nargs="+", default=["llama-bench"])
+    peers = {"metavar": "NAME=PATH", "type": bench.program, "nargs": "+"}
+    add("--llama-bench", **peers, default=["llama-bench"])
     add("--processor", metavar="NAME", help="the place of its passes in the page")
     parts = ("passes", "contexts", "token")
     add("--parts", choices=parts, nargs="+", default=["passes"], help="default: passes")
@@ -166,9 +167,10 @@ def main() -> None:
     add("--long-rounds", type=number(int, 1), default=2)
     args = parser.parse_args()
     bench.note = show_progress
-    if args.files:
-        write(measure_parts(args), args.processor)
-    draw(ROOT / "docs" / "speed.svg")
+    with prelude.errors(parser):
+        if args.files:
+            write(measure_parts(args), args.processor)
+        draw(ROOT / "docs" / "speed.svg")
 
 
 if __name__ == "__main__":

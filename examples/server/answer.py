@@ -57,13 +57,14 @@ class Job:
 
         `field` holds the prompt. Raises Refusal, or ValueError for a wrong prompt.
         """
+        # 1. The fields.
         self.session = session
         self.chat = chat = field == "messages"
         prompt = body.pop(field, None)
         take(body, "model", "")
         self.stream = take(body, "stream", False)
-        wanted = take(take(body, "stream_options", {}), "include_usage", False)
-        self.include_usage = wanted or not self.stream
+        options = take(body, "stream_options", {})
+        self.include_usage = take(options, "include_usage", False) or not self.stream
         top = take(body, "logprobs", None, bool if chat else int)
         if chat:
             top = take(body, "top_logprobs", 0) if top else None
@@ -95,6 +96,7 @@ class Job:
         if forgotten := refuse_rest(body):
             note += f"; forgot {', '.join(forgotten):.200}"
 
+        # 2. The prompts, and what the answers to them are held to.
         if chat:
             check_messages(prompt)
             try:
@@ -131,6 +133,7 @@ class Job:
                 code="context_length_exceeded",
             )
 
+        # 3. The answers.
         self.note = note
         each = [ids for ids in prompts for _ in range(self.n)]
         self.choices = [Choice(self, index, ids) for index, ids in enumerate(each)]

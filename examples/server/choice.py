@@ -86,12 +86,13 @@ class Choice(Row):
             return super().read(model, tokens)
         end = self.cache.pos + 1
         logits = model(tokens, self.cache, all_positions=True)[0]  # (T, V)
-        ids = self.tokens[0, end : end + len(logits)].tolist()
-        self.add(logits[: len(ids)], ids)
+        self.add(logits, self.tokens[0, end : end + len(logits)].tolist())
         return logits[-1:]
 
     def add(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
-        """Keep the scores of T ids, given the logits (T, V) by which each was predicted."""
+        """Keep the scores of ids, given the logits (T, V) by which each was predicted, and maybe the
+        next.
+        """
         logprobs = logits.log_softmax(-1)[:, : self.job.session.model.vocab_size]
         values, indices = logprobs.topk(self.job.top)
         for token_id, own, *best in zip(ids, logprobs, indices.tolist(), values.tolist()):
@@ -158,10 +159,11 @@ class Choice(Row):
         entries = {}
         for token_id, logprob in score.top.items():
             data = tokenizer.token_bytes(token_id)  # maybe only some bytes of a character
-            name = name_tokens(tokenizer, score.text)
-            if entries:
-                name = data.decode(errors="backslashreplace")
-                name = tokenizer.vocabulary.pieces[token_id] if name in ("", *entries) else name
+            name = data.decode(errors="backslashreplace")
+            if not entries:
+                name = name_tokens(tokenizer, score.text)
+            elif name in ("", *entries):
+                name = tokenizer.vocabulary.pieces[token_id]
             entries[name] = {"token": name, "logprob": logprob, "bytes": [*data]}
         return [*entries.values()]
 

@@ -66,8 +66,8 @@ class Adjustment:
 
     bias: torch.Tensor  # (V,)
     last_n: int  # how many tokens are recent
-    presence_penalty: float = 0.0  # subtracted from the logits of recent tokens
-    frequency_penalty: float = 0.0  # the same, for each occurrence
+    presence_penalty: float  # subtracted from the logits of recent tokens
+    frequency_penalty: float  # the same, for each occurrence
     grammar: Any = None
 
     def __call__(self, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -112,10 +112,7 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
     """The fields of Sampling, else what the model's files recommend, and those of Adjustment."""
     recommended = model.sampling or llama2.Sampling()
     last_n = take(dict(body), "penalty_last_n", llama2.Sampling.penalty_last_n)
-    values = {}
-    for name in llama2.SAMPLING_LIMITS:
-        value_type = type(getattr(llama2.Sampling, name))
-        values[name] = take(body, name, getattr(recommended, name), value_type)
+    values = {name: take(body, name, getattr(recommended, name)) for name in llama2.SAMPLING_LIMITS}
     if not take(body, "do_sample", True):
         values["temperature"] = 0.0
     bias = torch.zeros(model.vocab_size)
@@ -124,15 +121,10 @@ def take_sampling(body: dict, model: llama2.Llama) -> llama2.Sampling:
         if not is_id or type(value) not in (int, float) or not -100 <= value <= 100:
             raise wrong("logit_bias", {key: value}, "; expected ids: numbers from -100 to 100")
         bias[int(key)] = value
-    processor = Adjustment(
-        bias,
-        last_n,
-        take(body, "presence_penalty", 0.0),
-        take(body, "frequency_penalty", 0.0),
-    )
-    penalties = processor.presence_penalty, processor.frequency_penalty
+    penalties = [take(body, f"{kind}_penalty", 0.0) for kind in ("presence", "frequency")]
     if last_n not in (-1, 0, 64) and not any(penalties) and values["repetition_penalty"] == 1:
         raise wrong("penalty_last_n", last_n, ", but there is no penalty")
+    processor = Adjustment(bias, last_n, *penalties)
     return replace(recommended, logits_processor=processor, **values)
 
 
@@ -183,12 +175,11 @@ def take_tools(body: dict) -> tuple[list[dict], Answer]:
                 **function,
             }:
                 schema = function.get("parameters") or {"properties": {}}
-        fits = isinstance(schema, dict) and NAME.fullmatch(name)
-        if fits:
-            schema["type"] = schema.get("type") or "object"
-        if not fits or schema["type"] != "object":
+        schema_type = isinstance(schema, dict) and (schema.get("type") or "object")
+        if schema_type != "object" or not NAME.fullmatch(name):
             expected = "names of 1 to 64 of A-Z a-z 0-9 _ . - and objects as parameters"
             raise wrong("tools", tool, f"; expected functions with {expected}")
+        schema["type"] = schema_type
         function = {"name": name, **function}
         tools.append({"type": "function", "function": function})
         chosen = (

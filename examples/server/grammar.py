@@ -118,10 +118,10 @@ def refuse_wrong(schema: dict[str, Any]) -> None:
                     if a % 1 == 0:  # it takes this bound
                         raise ValueError(f'"{key}" within 1 of the other bound is not supported')
     for key in ("const", "enum", "required", "properties", "patternProperties", "pattern"):
-        value = schema.get(key)
-        text = CLASS.sub("", value or "") if key == "pattern" else json.dumps(value)
+        value = schema.get(key) or ""
         if key in OF_NAMES:
-            text = json.dumps(list(value or ()))
+            value = [*value]
+        text = CLASS.sub("", value) if key == "pattern" else json.dumps(value)
         if UNWRITTEN.search(text):
             raise ValueError(f'"{key}" needs a character that only \\uXXXX can write')
     least = schema.get("minProperties")

@@ -11,6 +11,7 @@ from typing import Any
 import anyio.from_thread
 import torch
 from batch import Row, Rows, copy_tokens
+from prompts import read_template
 
 import llama2
 from server.guard import Refusal
@@ -43,12 +44,9 @@ class Session:
             batch_size=args.parallel or 1,
         )
         self.context = context
-        source = args.chat_template or self.tokenizer.chat_template.strip()
+        source = read_template(args.chat_template) or self.tokenizer.chat_template.strip()
         self.has_template = bool(source)
         self.template = llama2.CHAT_TEMPLATES.get(source or "llama-2", source)
-        if args.chat_template == self.template:  # it is no name
-            with llama2.naming(source):
-                self.template = Path(source).read_text("utf-8")
         path = Path(args.model).absolute()
         self.name = path.name.removesuffix(".gguf") if path.exists() else args.model
         # What holds unless a request says otherwise.
