@@ -104,7 +104,7 @@ def put(mark: str, table: str) -> None:
     """Put a table behind a mark of the page, in place of the one that is there."""
     text = PAGE.read_text("utf-8")
     if mark not in text:
-        sys.exit(f"{PAGE} has no line {mark}")
+        sys.exit(f"{PAGE} has no line {mark}for this table:\n{table}")
     PAGE.write_text(re.sub(rf"({mark})(\|.*\n)*", rf"\g<1>{table}", text), "utf-8")
 
 
@@ -123,14 +123,14 @@ def draw(path: Path) -> None:
     style = {f"{name}color": GREY for name in COLOURED}
     style |= {"svg.fonttype": "none", "axes.titlesize": "medium", "xtick.labelsize": "small"}
     plt.style.use(style)
-    tables = re.findall(r"<!-- passes (.*) -->\n((?:\|.*\n)+)", PAGE.read_text("utf-8"))
+    tables = re.findall(r"<!-- passes .* -->\n((?:\|.*\n)+)", PAGE.read_text("utf-8"))
     lines = -(-len(tables) // 2)
     figure, axes = plt.subplots(lines, 2, squeeze=False, sharey=True, layout="constrained")
     figure.set_size_inches(8.5, 2.4 * lines)
     for ax in axes.flat[len(tables) :]:
         ax.remove()
     shown: dict[str, Any] = {}
-    for ax, (processor, table) in zip(axes.flat, tables):
+    for ax, table in zip(axes.flat, tables):
         cells = [line.split(" | ") for line in re.findall(r"(?m)^\| (.*) \|$", table)]
         tests = [test for test in cells[0] if test.startswith(("pp", "tg"))]
         for name, *rates in cells[2:]:
@@ -138,7 +138,7 @@ def draw(path: Path) -> None:
             colour = COLOURS[[*shown, name].index(name)]
             [shown[name]] = ax.plot(*zip(*ratios), color=colour, marker=".", label=name)
         ax.axhline(1, color=GREY, lw=0.8)
-        ax.set(title=processor, ylim=(0.5, 2))
+        ax.set(title=cells[0][0].rpartition(",")[0], ylim=(0.5, 2.5))
         ax.set_xticks(range(len(tests)), tests)
         ax.spines[["top", "right"]].set_visible(False)
     figure.supylabel("tokens/s, divided by the faster peer's", size="small")
