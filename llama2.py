@@ -733,7 +733,6 @@ def draw(p: Any, sampling: Sampling, u: float) -> int:
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass, to limit the memory for activations and masks
 SCORE_CHUNK = 128  # tokens per forward pass in score(), which needs the logits of all positions
-MAX_NEW_TOKENS, CONTEXT_FULL = "max new tokens", "context full"  # two reasons why a text stopped
 
 
 def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
@@ -776,7 +775,7 @@ class Generation(Iterator[int]):
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r:.60}; expected 0 or more")
         config = model.config
-        context = config.max_position_embeddings if cache is None else cache.max_seq_len
+        context = cache.max_seq_len if cache else config.max_position_embeddings
         self.ids = check_ids(ids, config, context)  # the prompt, and every id that was sampled
         self.new_ids: list[int] = []  # the ids that were returned
         self.seconds: list[float] = []  # the time of the prefill, then of each decode step
@@ -786,13 +785,11 @@ class Generation(Iterator[int]):
         self.max_new_tokens = max_new_tokens
         ends = config.eos_token_id, *config.stop_token_ids
         self.stop_ids = ends if stop_ids is None else stop_ids
-        if cache is None:
-            cache = model.new_cache(min(context, len(self.ids) + max_new_tokens))
-        self.cache = cache
+        self.cache = cache or model.new_cache(min(context, len(self.ids) + max_new_tokens))
         self.step = step or functools.partial(prefill, model)
         self.tokens = torch.tensor([self.ids], device="cpu")  # (1, n), self.ids as a tensor
         # How many tokens the prefill computes: those that the cache lacks, and always the last.
-        self.prompt_tokens = max(1, len(self.ids) - cache.common_prefix(self.tokens))
+        self.prompt_tokens = max(1, len(self.ids) - self.cache.common_prefix(self.tokens))
         self.generator = torch.Generator().manual_seed(
             secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
         )
@@ -801,9 +798,9 @@ class Generation(Iterator[int]):
         # 1. Has the text ended?
         if not self.stop_reason:
             if len(self.new_ids) >= self.max_new_tokens:
-                self.stop_reason = MAX_NEW_TOKENS
+                self.stop_reason = "max new tokens"
             elif len(self.ids) >= self.cache.max_seq_len:
-                self.stop_reason = CONTEXT_FULL
+                self.stop_reason = "context full"
         if self.stop_reason:
             raise StopIteration
 
@@ -1051,7 +1048,7 @@ class Tokenizer(Vocabulary):
 
     def mark(self, text: str) -> str:
         """The text with marks in place of the texts of control tokens."""
-        return self.control_pattern.sub(lambda match: self.marks[match[0]], text)
+        return self.control_pattern.sub(rf"{self.secret}\g<0>{self.secret}", text)
 
     def encode_marked(self, text: str, first: bool = True) -> list[int]:
         """The ids of a text in which marks stand for control tokens. Raises ValueError."""
@@ -1284,6 +1281,9 @@ def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens, **variables}
     for name, i in ("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id):
         variables[name] = "" if i is None else tokenizer.pieces[i]
+    for message in variables["messages"]:
+        if message.get("reasoning_content") is not None:  # templates use either name
+            message.setdefault("thinking", message["reasoning_content"])
     try:
         return compile_template(template).render(**variables)
     except Exception as error:  # an expression in a template may raise anything
@@ -1308,18 +1308,16 @@ def map_texts(variables: Mapping, change: Callable[[str], str]) -> dict:
 
 
 def check_messages(variables: Mapping) -> set[str]:
-    """The roles and names in messages and tools, except ROLES. Also adds "thinking", a second name
-    for "reasoning_content". Raises ValueError, AttributeError or TypeError for malformed messages.
+    """The roles and names in messages and tools, except ROLES. Raises ValueError, AttributeError or
+    TypeError for malformed messages.
     """
     messages = variables["messages"]
     # [None]: a chat without messages is refused, too.
     for message in messages or [None]:
         match message:  # the content may be missing, as where an assistant calls a tool
             case {"role": str()} if isinstance(message.get("content"), str | None):
-                if message.get("reasoning_content") is not None:  # templates use either name
-                    message.setdefault("thinking", message["reasoning_content"])
-            case _:
-                raise ValueError("expected messages with a role, and text as content")
+                continue
+        raise ValueError("expected messages with a role, and text as content")
     # All that may have a name: messages, tools, calls of tools, and the functions in these.
     items = messages + (variables.get("tools") or [])
     items += [call for message in messages for call in message.get("tool_calls") or ()]
@@ -1357,7 +1355,7 @@ def write_chat(
 
     def hide(text: str) -> str:
         bare = text.strip()  # as a template may do
-        text = first.sub(lambda match: f"{fence}{match[0]}{fence}", text)
+        text = first.sub(rf"{fence}\g<0>{fence}", text)
         within = rf"[\0{re.escape(brackets)}]{re.escape(bare)}[^\w\0]"
         could_join = tokenizer.borders_control(bare) or (
             bare in tokenizer.control_texts  # this alone rules out most, and is quick
@@ -1421,8 +1419,8 @@ def encode_chat(
     marks = f"(?s){tokenizer.secret}.*?{tokenizer.secret}"
     for name in names:
         is_safe = bool(re.fullmatch("[A-Za-z0-9_.-]+", name))
-        looks_like_one = name.lower() in tokenizer.control_texts.lower()
-        if is_safe and (looks_like_one or tokenizer.borders_control(name)):
+        is_part = name.lower() in tokenizer.control_texts.lower()
+        if is_safe and (is_part or tokenizer.borders_control(name)):
             innocent = re.sub("[A-Za-z0-9]", "\u00f8", name)
             renamed = map_texts(
                 variables,
@@ -1491,11 +1489,10 @@ def chat(
     """
     template = find_template(tokenizer, template)
     ids = encode_chat(tokenizer, messages, template, continue_final_message)
-    stops = chat_stops(tokenizer, template)
-    ends = stop_ids(model, tokenizer).union(stops.ids)
+    ends = stop_ids(model, tokenizer, template)
     options = {"stop_ids": ends, "strip": not continue_final_message, **options}
     stream = stream_text(model, tokenizer, ids, stop, **options)
-    stream.stops += stops.texts
+    stream.stops += chat_stops(tokenizer, template).texts
     return stream
 
 
@@ -1745,16 +1742,18 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of the model's state_dict()
     read_tokenizer: Callable[[], Tokenizer]
     file: GGUF | None = None  # the open file, with its metadata; None for a directory
-    recommended: Mapping = field(default_factory=dict)  # as generation_config.json has it
+    recommended: Mapping = field(default_factory=dict)  # how to sample, by the file's keys
 
     @functools.cached_property
     def sampling(self) -> dict:
         """What the files recommend, as fields of Sampling. A warning names what is not followed."""
         followed = {}
         ignored = []
-        # These values change nothing: 0, 1, and a limit on tokens as high as the context's.
-        unchanged = 0, 1, self.config.max_position_embeddings
-        for name, value in self.recommended.items():
+        # These change nothing, nor does 0: 1, and a limit on tokens as high as the context's.
+        unchanged = 1, self.config.max_position_embeddings
+        names = {key: name for name, key in GGUF_SAMPLING.items()}
+        for key, value in self.recommended.items():
+            name = names.get(key, key)
             if name in GGUF_SAMPLING:
                 # A field of Sampling. Convert the value to the type of the field's default: 50.0
                 # becomes 50, as in llama.cpp, and one stop string a tuple of one. What Sampling
@@ -1765,11 +1764,8 @@ class Checkpoint:
                     Sampling(**{name: typed})
                     followed[name] = typed
                     continue
-            if value and value not in unchanged and not re.fullmatch(HARMLESS, name):
-                ignored.append(GGUF_SAMPLING.get(name, name) if self.file else name)
-        # In transformers it looks at all tokens, in llama.cpp at Sampling's 64.
-        if not self.file and "repetition_penalty" in self.recommended:
-            followed.setdefault("penalty_last_n", -1)
+            if value and value not in unchanged and not re.fullmatch(HARMLESS, key):
+                ignored.append(key)
         if self.recommended.get("do_sample") is False:
             followed["temperature"] = 0.0
         if ignored:
@@ -2028,9 +2024,8 @@ def open_gguf(path: Path) -> Checkpoint:
     metadata = file.metadata
     weights = file.weights
     count = get_typed(metadata, "split.count", int, 1)
-    # is_first is 1 if the name ends like this, else 0.
-    stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", path.name)
-    if count > 1 and not is_first:
+    stem = path.name.removesuffix(f"-00001-of-{count:05}.gguf")
+    if count > 1 and stem == path.name:
         raise ValueError(f"one of {count} splits; pass NAME-00001-of-{count:05}.gguf")
     for i in range(2, count + 1):
         weights |= GGUF(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf")).weights
@@ -2038,9 +2033,9 @@ def open_gguf(path: Path) -> Checkpoint:
     # 2. The Config, if the model is one that this file can run.
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
-    settings = gguf_settings(metadata)  # [0] is config.json's, [1] generation_config.json's
+    settings = gguf_settings(metadata)
     try:
-        config = read_config(settings[0], "output.weight" in weights)
+        config = read_config(settings, "output.weight" in weights)
     except ValueError as error:  # it names a setting of config.json: name the file's key instead
         words = re.sub(r"\w+", lambda word: GGUF_CONFIG.get(word[0], word[0]), str(error))
         raise ValueError(words) from error
@@ -2054,14 +2049,16 @@ def open_gguf(path: Path) -> Checkpoint:
         config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata, settings)),
-        recommended=settings[1],
+        recommended={
+            key: value for key, value in metadata.items() if key.startswith("general.sampling.")
+        },
         file=file,
     )
 
 
-def gguf_settings(metadata: Mapping) -> tuple[dict, dict, dict]:
-    """The settings in a GGUF file's metadata, as config.json, generation_config.json and
-    tokenizer_config.json would have them. Raises ValueError.
+def gguf_settings(metadata: Mapping) -> dict:
+    """The settings in a GGUF file's metadata, by their names in config.json and in
+    tokenizer_config.json. Raises ValueError.
     """
     # 1. config.json
     get = functools.partial(get_typed, metadata)
@@ -2069,8 +2066,8 @@ def gguf_settings(metadata: Mapping) -> tuple[dict, dict, dict]:
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     old_factor = get("llama.rope.scale_linear", float, 1.0)  # the key of old files
     factor = get("llama.rope.scaling.factor", float, old_factor)
-    config = {name: metadata.get(key) for name, key in GGUF_CONFIG.items()}
-    config |= {
+    settings = {name: metadata.get(key) for name, key in GGUF_CONFIG.items()}
+    settings |= {
         "vocab_size": len(pieces),
         "head_dim": metadata.get("llama.attention.key_length"),
         "eos_token_id": ends + get("tokenizer.ggml.eos_token_ids", list, []),  # ollama writes these
@@ -2079,34 +2076,23 @@ def gguf_settings(metadata: Mapping) -> tuple[dict, dict, dict]:
         "tie_word_embeddings": True,  # read_config() sees whether there is an output matrix
     }
 
-    # 2. generation_config.json. What Sampling has no field for keeps its key.
-    names = {key: name for name, key in GGUF_SAMPLING.items()}
-    generation_config = {
-        names.get(key, key): value
-        for key, value in metadata.items()
-        if key.startswith("general.sampling.")
-    }
-
-    # 3. tokenizer_config.json
+    # 2. tokenizer_config.json
     is_llama = metadata.get("tokenizer.ggml.model") == "llama"
     pre = metadata.get("tokenizer.ggml.pre")
     default_bos = is_llama or (pre in LIKE_LLAMA_3 and pre != "minicpm5")
-    tokenizer_config = {
-        "add_bos_token": get("tokenizer.ggml.add_bos_token", bool, default_bos),
-        "chat_template": join_templates(
-            get("tokenizer.chat_template", str, ""),
-            get("tokenizer.chat_template.tool_use", str, ""),
-        ),
-    }
+    settings["add_bos_token"] = get("tokenizer.ggml.add_bos_token", bool, default_bos)
+    settings["chat_template"] = join_templates(
+        get("tokenizer.chat_template", str, ""), get("tokenizer.chat_template.tool_use", str, "")
+    )
     # Without the keys, llama.cpp assumes these ids, too.
     ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
     for name, key in SPECIAL_TOKENS.items():
         i = metadata.get(key, ids.get(name))
         if i in range(len(pieces)):
-            tokenizer_config[name] = pieces[i]
+            settings[name] = pieces[i]
         elif i is not None:  # llama.cpp ignores it, too
             warnings.warn(f"{key} is {i!r}: ignored", stacklevel=2)
-    return config, generation_config, tokenizer_config
+    return settings
 
 
 def gguf_name(name: str) -> str:
@@ -2234,6 +2220,9 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     ends: list = []
     for end in settings.get("eos_token_id"), generation_config.get("eos_token_id"):
         ends += end if isinstance(end, list) else [end]
+    # In transformers it looks at all tokens, in llama.cpp at Sampling's 64.
+    if "repetition_penalty" in generation_config:
+        generation_config.setdefault("penalty_last_n", -1)
     with naming(folder / "config.json"):
         config = read_config(settings | {"eos_token_id": ends}, "lm_head.weight" in weights)
     return Checkpoint(
@@ -2554,7 +2543,7 @@ def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
 Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
-def vocabulary_from_gguf(metadata: Mapping, settings: tuple = ()) -> Vocabulary:
+def vocabulary_from_gguf(metadata: Mapping, settings: Mapping | None = None) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. Raises ValueError.
 
     `settings`: what gguf_settings() returned, if it was called.
@@ -2568,20 +2557,18 @@ def vocabulary_from_gguf(metadata: Mapping, settings: tuple = ()) -> Vocabulary:
     # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
     scheme = get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never")
     raw = Vocabulary(pieces, types, None, prepend_scheme=scheme)  # step 2 sets its `model`
-    config, _, tokenizer_config = settings or gguf_settings(metadata)
+    settings = settings or gguf_settings(metadata)
     # EOS, the first of the ids that end a text, is among the special tokens already.
-    vocabulary = make_vocabulary(
-        raw, tokenizer_config, {}, config["eos_token_id"][1:], [USER_DEFINED]
-    )
+    vocabulary = make_vocabulary(raw, settings, {}, settings["eos_token_id"][1:], [USER_DEFINED])
 
     # 2. The tokenizer.model or tokenizer.json that the lists stand for.
     types = vocabulary.types
     if is_llama:
-        if "unk_token" in tokenizer_config and types.count(UNKNOWN) != 1:
+        if "unk_token" in settings and types.count(UNKNOWN) != 1:
             # SentencePiece needs exactly one UNKNOWN. In old files, the pieces that only pad the
             # vocabulary have this type, too; llama.cpp takes those for control tokens.
             types = vocabulary.types = [CONTROL if t == UNKNOWN else t for t in types]
-            types[pieces.index(tokenizer_config["unk_token"])] = UNKNOWN
+            types[pieces.index(settings["unk_token"])] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
@@ -2686,12 +2673,11 @@ def make_vocabulary(
 
     # 2. The types. BOS and EOS become control tokens, whatever their types are, and so does a
     #    user-defined token whose text says that it ends a text (END_TEXT).
+    special = {*ids.values(), *ends}
     types = [*raw.types]
     for i, (text, piece_type) in enumerate(zip(raw.pieces, raw.types)):
-        if piece_type == USER_DEFINED and re.fullmatch(END_TEXT, text):
-            types[i] = CONTROL
-    for i in {*ids.values(), *ends} & {*range(len(types))}:
-        if types[i] in kinds or i in (bos_id, eos_id):
+        is_end = piece_type == USER_DEFINED and re.fullmatch(END_TEXT, text)
+        if is_end or i in (bos_id, eos_id) or (i in special and piece_type in kinds):
             types[i] = CONTROL
     return replace(
         raw,
@@ -2956,9 +2942,7 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     if low is None:  # it is not in GGML_TYPES
         import gguf
 
-        return torch.from_numpy(
-            gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType(number))
-        )
+        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
     b = blocks.reshape(-1, nbytes)
     q = unpack_bits(b, count, low)  # (n, weights)
     if high is not None:
@@ -2985,7 +2969,7 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
     # float16 for them follows; else m means nothing, and is not used.
     at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(ggml_type, 0)
     halves = b[:, at : at + 4].contiguous().view(torch.float16).float()
-    d, m = halves[:, :1], halves[:, 1:]  # (n, 1)
+    d, m = halves.tensor_split([1], dim=1)  # (n, 1)
     match ggml_type:
         case "Q4_0" | "Q5_0" | "Q8_0":
             return d, None
@@ -3770,7 +3754,7 @@ def converse(
             answer = beginning["content"] + answer
         messages = [*asked, {"role": "assistant", "content": answer}]
         generations.append(stream.generation)
-        if stream.stop_reason in (CONTEXT_FULL, MAX_NEW_TOKENS):
+        if stream.stop_reason in ("context full", "max new tokens"):
             note(f"{stream.stop_reason}: the answer was cut, /more goes on", args.quiet)
         sampling = options["sampling"]  # the next answer gets other random numbers
         options["sampling"] = replace(sampling, seed=(sampling.seed + 1) % 2**63)
