@@ -1356,10 +1356,10 @@ def write_chat(
     def hide(text: str) -> str:
         bare = text.strip()  # as a template may do
         text = first.sub(rf"{fence}\g<0>{fence}", text)
-        within = rf"[\0{re.escape(brackets)}]{re.escape(bare)}[^\w\0]"
+        bracketed = rf"[\0{re.escape(brackets)}]{re.escape(bare)}[^\w\0]"
         could_join = tokenizer.borders_control(bare) or (
             bare in tokenizer.control_texts  # this alone rules out most, and is quick
-            and re.search(within, tokenizer.control_texts)
+            and re.search(bracketed, tokenizer.control_texts)
         )
         if could_join and bare not in names:  # "~": a fence stands there already
             text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{fence}\2\3{fence}\4", text)
@@ -2116,13 +2116,13 @@ class GGUF:
             file = MappedFile(path)
             self.data = file.data
             self.limit = min(LIMIT, len(file.data))  # the header ends here at the latest
-            magic, self.version = self.unpack("4sI")
+            magic, self.version = self.read("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
                 raise ValueError(
                     f"starts with {magic!r} and version {self.version:#x}; expected b'GGUF' and 2"
                     " or 3, little-endian. Files of GGML (before GGUF) and of llama2.c are not read"
                 )
-            tensor_count, key_count = self.unpack("QQ")
+            tensor_count, key_count = self.read("QQ")
 
             # 2. The metadata: keys and values.
             for _ in range(key_count):
@@ -2130,9 +2130,9 @@ class GGUF:
                 with naming(key):
                     if key in self.metadata:
                         raise ValueError("a duplicate key")
-                    [value_type] = self.unpack("I")
+                    [value_type] = self.read("I")
                     if value_type == GGUF_ARRAY:  # the type and the number of its items follow
-                        self.metadata[key] = self.values(*self.unpack("IQ"))
+                        self.metadata[key] = self.values(*self.read("IQ"))
                     else:
                         [self.metadata[key]] = self.values(value_type)
 
@@ -2143,8 +2143,8 @@ class GGUF:
             for _ in range(tensor_count):
                 [name] = self.values(GGUF_STRING)
                 with naming(name):
-                    [n_dims] = self.unpack("I")
-                    *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the columns come first
+                    [n_dims] = self.read("I")
+                    *dims, number, offset = self.read(f"{n_dims}QIQ")  # the columns come first
                     if number in REMOVED_TYPES:
                         raise ValueError(
                             "ggml has removed its types Q4_0_4_4, Q4_0_4_8 and Q4_0_8_8: take the file"
@@ -2164,11 +2164,11 @@ class GGUF:
                 with naming(name):
                     if offset != end:
                         raise ValueError(f"is at byte {offset} after the header; expected {end}")
-                    weight = stored_weight(file, start + end, ggml_type, shape)
+                    weight = file.weight(start + end, ggml_type, shape)
                 end += -(-weight.nbytes // align) * align
                 self.weights[name] = weight
 
-    def unpack(self, letters: str) -> tuple:
+    def read(self, letters: str) -> tuple:
         """The next values, little-endian, of the types that struct's letters name."""
         layout = struct.Struct(f"<{letters}")
         if self.data.tell() + layout.size > self.limit:
@@ -2178,11 +2178,11 @@ class GGUF:
     def values(self, value_type: int, count: int = 1) -> list:
         """The next values of a type: numbers, or texts, each a length in 8 bytes and its UTF-8."""
         if value_type in NUMBERS:
-            return list(self.unpack(f"{count}{NUMBERS[value_type]}"))
+            return list(self.read(f"{count}{NUMBERS[value_type]}"))
         if value_type != GGUF_STRING:
             raise ValueError(f"has the unknown type {value_type}")
         texts = []
-        # Calls of unpack() would be slow: Llama 3's vocabulary and merges are 400,000 texts.
+        # Calls of read() would be slow: Llama 3's vocabulary and merges are 400,000 texts.
         for _ in range(count):
             [size] = struct.unpack("<Q", self.data.read(8))
             if self.data.tell() + size > self.limit:
@@ -2285,7 +2285,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
         with naming(name):
             # The last of these is no dtype: it is the end of the error message.
             require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
-            weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
+            weight = file.weight(start + end, entry["dtype"], entry["shape"])
             require(entry, "data_offsets", [[end, end + weight.nbytes]])
         weights[name] = weight
         end += weight.nbytes
@@ -2435,26 +2435,6 @@ def read_file(path: Path) -> bytes:
         return data[:]
 
 
-def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence) -> Weight:
-    """The tensor at `offset` in a file. Raises ValueError if its shape is impossible for its type,
-    or if the file ends before it does.
-    """
-    # The lambda runs later, when there is a `weight`.
-    weight = Weight(
-        ggml_type,
-        tuple(shape),
-        lambda: file.tensor(offset, weight.nbytes).view(math.prod(shape[:-1]), -1),
-    )
-    are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
-    if not are_sizes or shape[-1] % find_type(ggml_type).count:
-        raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
-    if offset + weight.nbytes > len(file.data):
-        raise ValueError(
-            f"ends at byte {offset + weight.nbytes}, the file at {len(file.data)}: truncated?"
-        )
-    return weight
-
-
 class MappedFile:
     """A file mapped into memory (mmap). Pages that are never read take no memory.
 
@@ -2477,18 +2457,32 @@ class MappedFile:
                 "a pointer of git-lfs, not the file: git lfs pull, or download it again"
             )
         self.path = path.absolute()
-        self.returned = set[int]()  # offsets of the tensors that tensor() has returned
+        self.returned = set[int]()  # offsets of the tensors that were read
 
-    def tensor(self, offset: int, nbytes: int) -> Tensor:
-        """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
-        # A tensor is asked for again when another model is built. That gets a new mapping of the
-        # file, so that changes to one model do not reach the other.
-        if offset in self.returned:
-            self.data, self.returned = MappedFile(self.path).data, set()
-        self.returned.add(offset)
-        t = torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=offset)
-        # In old safetensors files a tensor may begin at any byte. torch needs an aligned copy.
-        return t.clone() if offset % 4 else t
+    def weight(self, offset: int, ggml_type: str, shape: Sequence) -> Weight:
+        """The tensor at `offset`. Raises ValueError if its shape is impossible for its type, or if
+        the file ends before it does.
+        """
+
+        def read() -> Tensor:
+            # This is asked for again when another model is built. That gets a new mapping of the
+            # file, so that changes to one model do not reach the other.
+            if offset in self.returned:
+                self.data, self.returned = MappedFile(self.path).data, set()
+            self.returned.add(offset)
+            t = torch.frombuffer(self.data, dtype=torch.uint8, count=weight.nbytes, offset=offset)
+            # In old safetensors files a tensor may begin at any byte. torch needs an aligned copy.
+            t = t.clone() if offset % 4 else t
+            return t.view(math.prod(shape[:-1]), -1)
+
+        weight = Weight(ggml_type, tuple(shape), read)
+        are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
+        if not are_sizes or shape[-1] % find_type(ggml_type).count:
+            raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
+        end = offset + weight.nbytes
+        if end > len(self.data):
+            raise ValueError(f"ends at byte {end}, the file at {len(self.data)}: truncated?")
+        return weight
 
 
 @contextmanager
