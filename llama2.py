@@ -1988,13 +1988,13 @@ def load_kernels() -> Any:
 
 @functools.cache
 def open_kernels() -> Any:
-    """kernels/accelerate.py as a module. If the folder is missing: UNACCELERATED, and a warning."""
+    """kernels/accelerate.py as a module. If the folder is missing: Unaccelerated, and a warning."""
     if not KERNELS.is_dir():
         warnings.warn(
             f"models will be slow: {KERNELS} is missing; the folder belongs beside llama2.py",
             stacklevel=2,
         )
-        return UNACCELERATED
+        return Unaccelerated
     name = f"kernels_{id(SELF)}"  # a copy of this file opens a package of its own
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [str(KERNELS)]
@@ -3277,18 +3277,18 @@ LIKE_LLAMA_3 = (
 KERNELS = Path(__file__).resolve().with_name("kernels")
 SELF: Any = sys.modules.get(__name__)
 
-# What takes its place where the folder is missing. The classes are for pickles: see __getattr__().
-UNACCELERATED = types.SimpleNamespace(
-    can_accelerate=lambda device: False,
-    load_kernels=lambda: None,
-    accelerate=lambda model, fast, compile: model,
-    NativeLinear=QuantizedLinear,
-    NativeEmbedding=QuantizedEmbedding,
-    NativeBlock=Block,
-    NativeLlama=Llama,
-    GraphBlock=Block,
-    GraphLlama=Llama,
-)
+
+class Unaccelerated:
+    """What takes the place of kernels/ where it is missing. The classes are for pickles of models that
+    were accelerated: see __getattr__().
+    """
+
+    NativeLinear, NativeEmbedding = QuantizedLinear, QuantizedEmbedding
+    NativeBlock = GraphBlock = Block
+    NativeLlama = GraphLlama = Llama
+    can_accelerate = lambda device: False
+    load_kernels = lambda: None
+    accelerate = lambda model, fast, compile: model
 
 
 # ==================================================================================================
