@@ -1766,8 +1766,6 @@ class Checkpoint:
                     continue
             if value and value not in unchanged and not re.fullmatch(HARMLESS, key):
                 ignored.append(key)
-        if self.recommended.get("do_sample") is False:
-            followed["temperature"] = 0.0
         if ignored:
             file = self.path if self.file else f"{self.path}/generation_config.json"
             text = f"{file}: recommended, but not followed: {', '.join(ignored)}"
@@ -2065,14 +2063,14 @@ def gguf_settings(metadata: Mapping) -> dict:
     pieces = get("tokenizer.ggml.tokens", list)
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     old_factor = get("llama.rope.scale_linear", float, 1.0)  # the key of old files
-    factor = get("llama.rope.scaling.factor", float, old_factor)
     settings = {name: metadata.get(key) for name, key in GGUF_CONFIG.items()}
     settings |= {
         "vocab_size": len(pieces),
         "head_dim": metadata.get("llama.attention.key_length"),
         "eos_token_id": ends + get("tokenizer.ggml.eos_token_ids", list, []),  # ollama writes these
         "rope_type": metadata.get("llama.rope.scaling.type", "linear"),
-        "factor": factor or 1.0,  # converters write 0 for none
+        # Converters write 0 for none.
+        "factor": get("llama.rope.scaling.factor", float, old_factor) or 1.0,
         "tie_word_embeddings": True,  # read_config() sees whether there is an output matrix
     }
 
@@ -2220,11 +2218,14 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
     ends: list = []
     for end in settings.get("eos_token_id"), generation_config.get("eos_token_id"):
         ends += end if isinstance(end, list) else [end]
-    # In transformers it looks at all tokens, in llama.cpp at Sampling's 64.
-    if "repetition_penalty" in generation_config:
-        generation_config.setdefault("penalty_last_n", -1)
     with naming(folder / "config.json"):
         config = read_config(settings | {"eos_token_id": ends}, "lm_head.weight" in weights)
+
+    # 3. How to sample, as transformers does it. (In llama.cpp the penalty looks at 64 tokens.)
+    if generation_config.get("do_sample") is False:
+        generation_config["temperature"] = 0.0
+    if "repetition_penalty" in generation_config:
+        generation_config.setdefault("penalty_last_n", -1)
     return Checkpoint(
         str(folder),
         config,
@@ -2641,12 +2642,12 @@ def make_vocabulary(
     settings: Mapping,
     ids: Mapping[str, int],
     ends: Iterable[int],
-    kinds: Collection[int],
+    changed_types: Collection[int],
 ) -> Vocabulary:
     """The `raw` vocabulary together with what tokenizer_config.json says of it. Raises ValueError.
 
     `ids`: BOS and EOS by config.json, {"bos_token": id, ...}; `ends`: the ids that end a text.
-    Special tokens and `ends` whose types are among `kinds` become control tokens.
+    Special tokens and `ends` become control tokens if their types are among `changed_types`.
     """
     # 1. The texts of special tokens, by names such as pad_token.
     tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
@@ -2671,7 +2672,7 @@ def make_vocabulary(
     types = [*raw.types]
     for i, (text, piece_type) in enumerate(zip(raw.pieces, raw.types)):
         is_end = piece_type == USER_DEFINED and re.fullmatch(END_TEXT, text)
-        if is_end or i in (bos_id, eos_id) or (i in special and piece_type in kinds):
+        if is_end or i in (bos_id, eos_id) or (i in special and piece_type in changed_types):
             types[i] = CONTROL
     return replace(
         raw,
@@ -3279,8 +3280,8 @@ SELF: Any = sys.modules.get(__name__)
 
 
 class Unaccelerated:
-    """What takes the place of kernels/ where it is missing. The classes are for pickles of models that
-    were accelerated: see __getattr__().
+    """What takes the place of kernels/ where it is missing. The classes are for pickles of models
+    that were accelerated: see __getattr__().
     """
 
     NativeLinear, NativeEmbedding = QuantizedLinear, QuantizedEmbedding
