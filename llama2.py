@@ -1349,7 +1349,7 @@ def write_chat(
     first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
     # A template opens a bracket right before a quotation mark, "{" or "%", as in '<' + key,
     # <{{ key }}> and '<%s>'.
-    brackets = "".join(re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template))
+    brackets = "".join(re.findall(r"([^\w\s])\s*['\"{%]", template))
     # Words in quotation marks and behind a dot: key == 'city', message.role.
     names = {*ROLES, *names, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
 
