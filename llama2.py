@@ -1281,9 +1281,6 @@ def render(tokenizer: Tokenizer, template: str, **variables: Any) -> str:
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens, **variables}
     for name, i in ("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id):
         variables[name] = "" if i is None else tokenizer.pieces[i]
-    for message in variables["messages"]:
-        if message.get("reasoning_content") is not None:  # templates use either name
-            message.setdefault("thinking", message["reasoning_content"])
     try:
         return compile_template(template).render(**variables)
     except Exception as error:  # an expression in a template may raise anything
@@ -1411,6 +1408,9 @@ def encode_chat(
         names = check_messages(variables)
     except (AttributeError, TypeError) as error:
         raise ValueError(str(error)) from None
+    for message in variables["messages"]:
+        if message.get("reasoning_content") is not None:  # templates use either name
+            message.setdefault("thinking", message["reasoning_content"])
     text = write_chat(tokenizer, template, variables, names)
 
     # Roles and names are not hidden, because a template may compare them. But if it writes
