@@ -1695,7 +1695,7 @@ def find_model(name: str) -> Path:
         reason = f"it cannot be downloaded: {str(error)[:300]}"
         if isinstance(error, ImportError):
             reason = f"for the hub: pip install {error.name}"
-        raise ValueError(printable(f"{name}: no such file, and {reason}")) from error
+        raise FileError(name, f"no such file, and {reason}") from error
 
 
 def locate(names: Iterable[str], fetch: Callable, source: str, pattern: str = "") -> Path:
@@ -2883,13 +2883,13 @@ class Quantized(nn.Module):
 
     def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        _, count, nbytes, *_ = GGML_TYPES[ggml_type]
-        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % nbytes:
-            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {nbytes}), not {[*blocks.shape]}")
+        size = GGML_TYPES[ggml_type].nbytes
+        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % size:
+            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {size}), not {[*blocks.shape]}")
         self.dtype = dtype
         self.ggml_type = ggml_type
         self.register_buffer(ggml_type, blocks)
-        self.in_features = blocks.shape[1] // nbytes * count
+        self.in_features = blocks.shape[1] // size * GGML_TYPES[ggml_type].count
         self.out_features = len(blocks)
 
     @property
