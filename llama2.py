@@ -2198,20 +2198,13 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
 
     `weights`: the tensors by Hugging Face's names, if they are not in .safetensors files.
     """
-    # 1. The weights, with the rows of q_proj and k_proj in Meta's order.
+    # 1. The weights.
     settings = hf_settings(folder)
-
-    def reorder(weight: Weight) -> Weight:  # its lambda runs later, with `config` from below
-        return replace(
-            weight, read=lambda: rows_from_hf(weight.read(), config.head_dim).contiguous()
-        )
-
     if weights is None:
         weights = {}
         for path in map(folder.joinpath, weight_files(folder)):
             with naming(path):
                 weights |= safetensors_weights(path)
-    weights = rename_from_hf(weights, reorder)
 
     # 2. The Config. Both files may name an id that ends a text, or a list of such ids.
     generation_config = read_json(folder / "generation_config.json")
@@ -2226,10 +2219,17 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         generation_config["temperature"] = 0.0
     if "repetition_penalty" in generation_config:
         generation_config.setdefault("penalty_last_n", -1)
+
+    # 4. The weights by the model's names, with the rows of q_proj and k_proj in Meta's order.
+    def reorder(weight: Weight) -> Weight:
+        return replace(
+            weight, read=lambda: rows_from_hf(weight.read(), config.head_dim).contiguous()
+        )
+
     return Checkpoint(
         str(folder),
         config,
-        weights=match_tensors(weights, config),
+        weights=match_tensors(rename_from_hf(weights, reorder), config),
         read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
         recommended=generation_config,
     )
