@@ -1048,7 +1048,7 @@ class Tokenizer(Vocabulary):
 
     def mark(self, text: str) -> str:
         """The text with marks in place of the texts of control tokens."""
-        return self.control_pattern.sub(rf"{self.secret}\g<0>{self.secret}", text)
+        return self.control_pattern.sub(lambda match: self.marks[match[0]], text)
 
     def encode_marked(self, text: str, first: bool = True) -> list[int]:
         """The ids of a text in which marks stand for control tokens. Raises ValueError."""
@@ -1352,7 +1352,7 @@ def write_chat(
 
     def hide(text: str) -> str:
         bare = text.strip()  # as a template may do
-        text = first.sub(rf"{fence}\g<0>{fence}", text)
+        text = first.sub(lambda match: f"{fence}{match[0]}{fence}", text)
         bracketed = rf"[\0{re.escape(brackets)}]{re.escape(bare)}[^\w\0]"
         could_join = tokenizer.borders_control(bare) or (
             bare in tokenizer.control_texts  # this alone rules out most, and is quick
@@ -2937,7 +2937,9 @@ def dequantize(blocks: Tensor, ggml_type: str) -> Tensor:
     if low is None:  # it is not in GGML_TYPES
         import gguf
 
-        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), number))
+        return torch.from_numpy(
+            gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType(number))
+        )
     b = blocks.reshape(-1, nbytes)
     q = unpack_bits(b, count, low)  # (n, weights)
     if high is not None:
