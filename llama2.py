@@ -733,7 +733,6 @@ def draw(p: Any, sampling: Sampling, u: float) -> int:
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass, to limit the memory for activations and masks
 SCORE_CHUNK = 128  # tokens per forward pass in score(), which needs the logits of all positions
-MAX_NEW_TOKENS, CONTEXT_FULL = "max new tokens", "context full"  # two reasons why a text stopped
 
 
 def prefill(model: Llama, tokens: Tensor, cache: Cache) -> Tensor:
@@ -776,7 +775,7 @@ class Generation(Iterator[int]):
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r:.60}; expected 0 or more")
         config = model.config
-        context = config.max_position_embeddings if cache is None else cache.max_seq_len
+        context = cache.max_seq_len if cache else config.max_position_embeddings
         self.ids = check_ids(ids, config, context)  # the prompt, and every id that was sampled
         self.new_ids: list[int] = []  # the ids that were returned
         self.seconds: list[float] = []  # the time of the prefill, then of each decode step
@@ -786,13 +785,11 @@ class Generation(Iterator[int]):
         self.max_new_tokens = max_new_tokens
         ends = config.eos_token_id, *config.stop_token_ids
         self.stop_ids = ends if stop_ids is None else stop_ids
-        if cache is None:
-            cache = model.new_cache(min(context, len(self.ids) + max_new_tokens))
-        self.cache = cache
+        self.cache = cache or model.new_cache(min(context, len(self.ids) + max_new_tokens))
         self.step = step or functools.partial(prefill, model)
         self.tokens = torch.tensor([self.ids], device="cpu")  # (1, n), self.ids as a tensor
         # How many tokens the prefill computes: those that the cache lacks, and always the last.
-        self.prompt_tokens = max(1, len(self.ids) - cache.common_prefix(self.tokens))
+        self.prompt_tokens = max(1, len(self.ids) - self.cache.common_prefix(self.tokens))
         self.generator = torch.Generator().manual_seed(
             secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
         )
@@ -801,9 +798,9 @@ class Generation(Iterator[int]):
         # 1. Has the text ended?
         if not self.stop_reason:
             if len(self.new_ids) >= self.max_new_tokens:
-                self.stop_reason = MAX_NEW_TOKENS
+                self.stop_reason = "max new tokens"
             elif len(self.ids) >= self.cache.max_seq_len:
-                self.stop_reason = CONTEXT_FULL
+                self.stop_reason = "context full"
         if self.stop_reason:
             raise StopIteration
 
@@ -1308,18 +1305,16 @@ def map_texts(variables: Mapping, change: Callable[[str], str]) -> dict:
 
 
 def check_messages(variables: Mapping) -> set[str]:
-    """The roles and names in messages and tools, except ROLES. Also adds "thinking", a second name
-    for "reasoning_content". Raises ValueError, AttributeError or TypeError for malformed messages.
+    """The roles and names in messages and tools, except ROLES. Raises ValueError, AttributeError or
+    TypeError for malformed messages.
     """
     messages = variables["messages"]
     # [None]: a chat without messages is refused, too.
     for message in messages or [None]:
         match message:  # the content may be missing, as where an assistant calls a tool
             case {"role": str()} if isinstance(message.get("content"), str | None):
-                if message.get("reasoning_content") is not None:  # templates use either name
-                    message.setdefault("thinking", message["reasoning_content"])
-            case _:
-                raise ValueError("expected messages with a role, and text as content")
+                continue
+        raise ValueError("expected messages with a role, and text as content")
     # All that may have a name: messages, tools, calls of tools, and the functions in these.
     items = messages + (variables.get("tools") or [])
     items += [call for message in messages for call in message.get("tool_calls") or ()]
@@ -1351,17 +1346,17 @@ def write_chat(
     first = re.compile(f"(?s)(?={tokenizer.control_pattern.pattern}).")
     # A template opens a bracket right before a quotation mark, "{" or "%", as in '<' + key,
     # <{{ key }}> and '<%s>'.
-    brackets = "".join(re.findall(r"([^\w\s])\s*(?:['\"](?!\|)|[{%])", template))
+    brackets = "".join(re.findall(r"([^\w\s])\s*['\"{%]", template))
     # Words in quotation marks and behind a dot: key == 'city', message.role.
     names = {*ROLES, *names, *re.findall(r"(?<=['\"])\w+(?=['\"])|(?<=\.)\w+", template)}
 
     def hide(text: str) -> str:
         bare = text.strip()  # as a template may do
         text = first.sub(lambda match: f"{fence}{match[0]}{fence}", text)
-        within = rf"[\0{re.escape(brackets)}]{re.escape(bare)}[^\w\0]"
+        bracketed = rf"[\0{re.escape(brackets)}]{re.escape(bare)}[^\w\0]"
         could_join = tokenizer.borders_control(bare) or (
             bare in tokenizer.control_texts  # this alone rules out most, and is quick
-            and re.search(within, tokenizer.control_texts)
+            and re.search(bracketed, tokenizer.control_texts)
         )
         if could_join and bare not in names:  # "~": a fence stands there already
             text = re.sub(r"\A(\s*)([^\s~])|([^\s~])(\s*)\Z", rf"\1{fence}\2\3{fence}\4", text)
@@ -1413,6 +1408,9 @@ def encode_chat(
         names = check_messages(variables)
     except (AttributeError, TypeError) as error:
         raise ValueError(str(error)) from None
+    for message in variables["messages"]:
+        if message.get("reasoning_content") is not None:  # templates use either name
+            message.setdefault("thinking", message["reasoning_content"])
     text = write_chat(tokenizer, template, variables, names)
 
     # Roles and names are not hidden, because a template may compare them. But if it writes
@@ -1421,8 +1419,8 @@ def encode_chat(
     marks = f"(?s){tokenizer.secret}.*?{tokenizer.secret}"
     for name in names:
         is_safe = bool(re.fullmatch("[A-Za-z0-9_.-]+", name))
-        looks_like_one = name.lower() in tokenizer.control_texts.lower()
-        if is_safe and (looks_like_one or tokenizer.borders_control(name)):
+        is_part = name.lower() in tokenizer.control_texts.lower()
+        if is_safe and (is_part or tokenizer.borders_control(name)):
             innocent = re.sub("[A-Za-z0-9]", "\u00f8", name)
             renamed = map_texts(
                 variables,
@@ -1491,11 +1489,10 @@ def chat(
     """
     template = find_template(tokenizer, template)
     ids = encode_chat(tokenizer, messages, template, continue_final_message)
-    stops = chat_stops(tokenizer, template)
-    ends = stop_ids(model, tokenizer).union(stops.ids)
+    ends = stop_ids(model, tokenizer, template)
     options = {"stop_ids": ends, "strip": not continue_final_message, **options}
     stream = stream_text(model, tokenizer, ids, stop, **options)
-    stream.stops += stops.texts
+    stream.stops += chat_stops(tokenizer, template).texts
     return stream
 
 
@@ -1698,7 +1695,7 @@ def find_model(name: str) -> Path:
         reason = f"it cannot be downloaded: {str(error)[:300]}"
         if isinstance(error, ImportError):
             reason = f"for the hub: pip install {error.name}"
-        raise ValueError(printable(f"{name}: no such file, and {reason}")) from error
+        raise FileError(name, f"no such file, and {reason}") from error
 
 
 def locate(names: Iterable[str], fetch: Callable, source: str, pattern: str = "") -> Path:
@@ -1745,16 +1742,18 @@ class Checkpoint:
     weights: dict[str, Weight]  # by the names of the model's state_dict()
     read_tokenizer: Callable[[], Tokenizer]
     file: GGUF | None = None  # the open file, with its metadata; None for a directory
-    recommended: Mapping = field(default_factory=dict)  # as generation_config.json has it
+    recommended: Mapping = field(default_factory=dict)  # how to sample, by the file's keys
 
     @functools.cached_property
     def sampling(self) -> dict:
         """What the files recommend, as fields of Sampling. A warning names what is not followed."""
         followed = {}
         ignored = []
-        # These values change nothing: 0, 1, and a limit on tokens as high as the context's.
-        unchanged = 0, 1, self.config.max_position_embeddings
-        for name, value in self.recommended.items():
+        # These change nothing, nor does 0: 1, and a limit on tokens as high as the context's.
+        unchanged = 1, self.config.max_position_embeddings
+        names = {key: name for name, key in GGUF_SAMPLING.items()}
+        for key, value in self.recommended.items():
+            name = names.get(key, key)
             if name in GGUF_SAMPLING:
                 # A field of Sampling. Convert the value to the type of the field's default: 50.0
                 # becomes 50, as in llama.cpp, and one stop string a tuple of one. What Sampling
@@ -1765,13 +1764,8 @@ class Checkpoint:
                     Sampling(**{name: typed})
                     followed[name] = typed
                     continue
-            if value and value not in unchanged and not re.fullmatch(HARMLESS, name):
-                ignored.append(GGUF_SAMPLING.get(name, name) if self.file else name)
-        # In transformers it looks at all tokens, in llama.cpp at Sampling's 64.
-        if not self.file and "repetition_penalty" in self.recommended:
-            followed.setdefault("penalty_last_n", -1)
-        if self.recommended.get("do_sample") is False:
-            followed["temperature"] = 0.0
+            if value and value not in unchanged and not re.fullmatch(HARMLESS, key):
+                ignored.append(key)
         if ignored:
             file = self.path if self.file else f"{self.path}/generation_config.json"
             text = f"{file}: recommended, but not followed: {', '.join(ignored)}"
@@ -1992,13 +1986,13 @@ def load_kernels() -> Any:
 
 @functools.cache
 def open_kernels() -> Any:
-    """kernels/accelerate.py as a module. If the folder is missing: UNACCELERATED, and a warning."""
+    """kernels/accelerate.py as a module. If the folder is missing: Unaccelerated, and a warning."""
     if not KERNELS.is_dir():
         warnings.warn(
             f"models will be slow: {KERNELS} is missing; the folder belongs beside llama2.py",
             stacklevel=2,
         )
-        return UNACCELERATED
+        return Unaccelerated
     name = f"kernels_{id(SELF)}"  # a copy of this file opens a package of its own
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [str(KERNELS)]
@@ -2028,9 +2022,8 @@ def open_gguf(path: Path) -> Checkpoint:
     metadata = file.metadata
     weights = file.weights
     count = get_typed(metadata, "split.count", int, 1)
-    # is_first is 1 if the name ends like this, else 0.
-    stem, is_first = re.subn(r"-00001-of-\d{5}\.gguf$", "", path.name)
-    if count > 1 and not is_first:
+    stem = path.name.removesuffix(f"-00001-of-{count:05}.gguf")
+    if count > 1 and stem == path.name:
         raise ValueError(f"one of {count} splits; pass NAME-00001-of-{count:05}.gguf")
     for i in range(2, count + 1):
         weights |= GGUF(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf")).weights
@@ -2038,9 +2031,9 @@ def open_gguf(path: Path) -> Checkpoint:
     # 2. The Config, if the model is one that this file can run.
     for key, accepted in GGUF_ACCEPTED.items():
         require(metadata, key, accepted)
-    settings = gguf_settings(metadata)  # [0] is config.json's, [1] generation_config.json's
+    settings = gguf_settings(metadata)
     try:
-        config = read_config(settings[0], "output.weight" in weights)
+        config = read_config(settings, "output.weight" in weights)
     except ValueError as error:  # it names a setting of config.json: name the file's key instead
         words = re.sub(r"\w+", lambda word: GGUF_CONFIG.get(word[0], word[0]), str(error))
         raise ValueError(words) from error
@@ -2054,59 +2047,50 @@ def open_gguf(path: Path) -> Checkpoint:
         config,
         weights=match_tensors(weights, config, gguf_name),
         read_tokenizer=lambda: Tokenizer(vocabulary_from_gguf(metadata, settings)),
-        recommended=settings[1],
+        recommended={
+            key: value for key, value in metadata.items() if key.startswith("general.sampling.")
+        },
         file=file,
     )
 
 
-def gguf_settings(metadata: Mapping) -> tuple[dict, dict, dict]:
-    """The settings in a GGUF file's metadata, as config.json, generation_config.json and
-    tokenizer_config.json would have them. Raises ValueError.
+def gguf_settings(metadata: Mapping) -> dict:
+    """The settings in a GGUF file's metadata, by their names in config.json and in
+    tokenizer_config.json. Raises ValueError.
     """
     # 1. config.json
     get = functools.partial(get_typed, metadata)
     pieces = get("tokenizer.ggml.tokens", list)
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     old_factor = get("llama.rope.scale_linear", float, 1.0)  # the key of old files
-    factor = get("llama.rope.scaling.factor", float, old_factor)
-    config = {name: metadata.get(key) for name, key in GGUF_CONFIG.items()}
-    config |= {
+    settings = {name: metadata.get(key) for name, key in GGUF_CONFIG.items()}
+    settings |= {
         "vocab_size": len(pieces),
         "head_dim": metadata.get("llama.attention.key_length"),
         "eos_token_id": ends + get("tokenizer.ggml.eos_token_ids", list, []),  # ollama writes these
         "rope_type": metadata.get("llama.rope.scaling.type", "linear"),
-        "factor": factor or 1.0,  # converters write 0 for none
+        # Converters write 0 for none.
+        "factor": get("llama.rope.scaling.factor", float, old_factor) or 1.0,
         "tie_word_embeddings": True,  # read_config() sees whether there is an output matrix
     }
 
-    # 2. generation_config.json. What Sampling has no field for keeps its key.
-    names = {key: name for name, key in GGUF_SAMPLING.items()}
-    generation_config = {
-        names.get(key, key): value
-        for key, value in metadata.items()
-        if key.startswith("general.sampling.")
-    }
-
-    # 3. tokenizer_config.json
+    # 2. tokenizer_config.json
     is_llama = metadata.get("tokenizer.ggml.model") == "llama"
     pre = metadata.get("tokenizer.ggml.pre")
     default_bos = is_llama or (pre in LIKE_LLAMA_3 and pre != "minicpm5")
-    tokenizer_config = {
-        "add_bos_token": get("tokenizer.ggml.add_bos_token", bool, default_bos),
-        "chat_template": join_templates(
-            get("tokenizer.chat_template", str, ""),
-            get("tokenizer.chat_template.tool_use", str, ""),
-        ),
-    }
+    settings["add_bos_token"] = get("tokenizer.ggml.add_bos_token", bool, default_bos)
+    settings["chat_template"] = join_templates(
+        get("tokenizer.chat_template", str, ""), get("tokenizer.chat_template.tool_use", str, "")
+    )
     # Without the keys, llama.cpp assumes these ids, too.
     ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if is_llama else {}
     for name, key in SPECIAL_TOKENS.items():
         i = metadata.get(key, ids.get(name))
         if i in range(len(pieces)):
-            tokenizer_config[name] = pieces[i]
+            settings[name] = pieces[i]
         elif i is not None:  # llama.cpp ignores it, too
             warnings.warn(f"{key} is {i!r}: ignored", stacklevel=2)
-    return config, generation_config, tokenizer_config
+    return settings
 
 
 def gguf_name(name: str) -> str:
@@ -2130,13 +2114,13 @@ class GGUF:
             file = MappedFile(path)
             self.data = file.data
             self.limit = min(LIMIT, len(file.data))  # the header ends here at the latest
-            magic, self.version = self.unpack("4sI")
+            magic, self.version = self.read("4sI")
             if magic != b"GGUF" or self.version not in (2, 3):
                 raise ValueError(
                     f"starts with {magic!r} and version {self.version:#x}; expected b'GGUF' and 2"
                     " or 3, little-endian. Files of GGML (before GGUF) and of llama2.c are not read"
                 )
-            tensor_count, key_count = self.unpack("QQ")
+            tensor_count, key_count = self.read("QQ")
 
             # 2. The metadata: keys and values.
             for _ in range(key_count):
@@ -2144,9 +2128,9 @@ class GGUF:
                 with naming(key):
                     if key in self.metadata:
                         raise ValueError("a duplicate key")
-                    [value_type] = self.unpack("I")
+                    [value_type] = self.read("I")
                     if value_type == GGUF_ARRAY:  # the type and the number of its items follow
-                        self.metadata[key] = self.values(*self.unpack("IQ"))
+                        self.metadata[key] = self.values(*self.read("IQ"))
                     else:
                         [self.metadata[key]] = self.values(value_type)
 
@@ -2157,8 +2141,8 @@ class GGUF:
             for _ in range(tensor_count):
                 [name] = self.values(GGUF_STRING)
                 with naming(name):
-                    [n_dims] = self.unpack("I")
-                    *dims, number, offset = self.unpack(f"{n_dims}QIQ")  # the columns come first
+                    [n_dims] = self.read("I")
+                    *dims, number, offset = self.read(f"{n_dims}QIQ")  # the columns come first
                     if number in REMOVED_TYPES:
                         raise ValueError(
                             "ggml has removed its types Q4_0_4_4, Q4_0_4_8 and Q4_0_8_8: take the file"
@@ -2178,11 +2162,11 @@ class GGUF:
                 with naming(name):
                     if offset != end:
                         raise ValueError(f"is at byte {offset} after the header; expected {end}")
-                    weight = stored_weight(file, start + end, ggml_type, shape)
+                    weight = file.weight(start + end, ggml_type, shape)
                 end += -(-weight.nbytes // align) * align
                 self.weights[name] = weight
 
-    def unpack(self, letters: str) -> tuple:
+    def read(self, letters: str) -> tuple:
         """The next values, little-endian, of the types that struct's letters name."""
         layout = struct.Struct(f"<{letters}")
         if self.data.tell() + layout.size > self.limit:
@@ -2192,11 +2176,11 @@ class GGUF:
     def values(self, value_type: int, count: int = 1) -> list:
         """The next values of a type: numbers, or texts, each a length in 8 bytes and its UTF-8."""
         if value_type in NUMBERS:
-            return list(self.unpack(f"{count}{NUMBERS[value_type]}"))
+            return list(self.read(f"{count}{NUMBERS[value_type]}"))
         if value_type != GGUF_STRING:
             raise ValueError(f"has the unknown type {value_type}")
         texts = []
-        # Calls of unpack() would be slow: Llama 3's vocabulary and merges are 400,000 texts.
+        # Calls of read() would be slow: Llama 3's vocabulary and merges are 400,000 texts.
         for _ in range(count):
             [size] = struct.unpack("<Q", self.data.read(8))
             if self.data.tell() + size > self.limit:
@@ -2214,20 +2198,13 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
 
     `weights`: the tensors by Hugging Face's names, if they are not in .safetensors files.
     """
-    # 1. The weights, with the rows of q_proj and k_proj in Meta's order.
+    # 1. The weights.
     settings = hf_settings(folder)
-
-    def reorder(weight: Weight) -> Weight:  # its lambda runs later, with `config` from below
-        return replace(
-            weight, read=lambda: rows_from_hf(weight.read(), config.head_dim).contiguous()
-        )
-
     if weights is None:
         weights = {}
         for path in map(folder.joinpath, weight_files(folder)):
             with naming(path):
                 weights |= safetensors_weights(path)
-    weights = rename_from_hf(weights, reorder)
 
     # 2. The Config. Both files may name an id that ends a text, or a list of such ids.
     generation_config = read_json(folder / "generation_config.json")
@@ -2236,10 +2213,23 @@ def open_hf(folder: Path, weights: Mapping[str, Weight] | None = None) -> Checkp
         ends += end if isinstance(end, list) else [end]
     with naming(folder / "config.json"):
         config = read_config(settings | {"eos_token_id": ends}, "lm_head.weight" in weights)
+
+    # 3. How to sample, as transformers does it. (In llama.cpp the penalty looks at 64 tokens.)
+    if generation_config.get("do_sample") is False:
+        generation_config["temperature"] = 0.0
+    if "repetition_penalty" in generation_config:
+        generation_config.setdefault("penalty_last_n", -1)
+
+    # 4. The weights by the model's names, with the rows of q_proj and k_proj in Meta's order.
+    def reorder(weight: Weight) -> Weight:
+        return replace(
+            weight, read=lambda: rows_from_hf(weight.read(), config.head_dim).contiguous()
+        )
+
     return Checkpoint(
         str(folder),
         config,
-        weights=match_tensors(weights, config),
+        weights=match_tensors(rename_from_hf(weights, reorder), config),
         read_tokenizer=lambda: Tokenizer(read_vocabulary(folder, config)),
         recommended=generation_config,
     )
@@ -2296,7 +2286,7 @@ def safetensors_weights(path: Path) -> dict[str, Weight]:
         with naming(name):
             # The last of these is no dtype: it is the end of the error message.
             require(entry, "dtype", [*DENSE, "no matrices quantised by MLX or GPTQ"])
-            weight = stored_weight(file, start + end, entry["dtype"], entry["shape"])
+            weight = file.weight(start + end, entry["dtype"], entry["shape"])
             require(entry, "data_offsets", [[end, end + weight.nbytes]])
         weights[name] = weight
         end += weight.nbytes
@@ -2446,26 +2436,6 @@ def read_file(path: Path) -> bytes:
         return data[:]
 
 
-def stored_weight(file: MappedFile, offset: int, ggml_type: str, shape: Sequence) -> Weight:
-    """The tensor at `offset` in a file. Raises ValueError if its shape is impossible for its type,
-    or if the file ends before it does.
-    """
-    # The lambda runs later, when there is a `weight`.
-    weight = Weight(
-        ggml_type,
-        tuple(shape),
-        lambda: file.tensor(offset, weight.nbytes).view(math.prod(shape[:-1]), -1),
-    )
-    are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
-    if not are_sizes or shape[-1] % find_type(ggml_type).count:
-        raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
-    if offset + weight.nbytes > len(file.data):
-        raise ValueError(
-            f"ends at byte {offset + weight.nbytes}, the file at {len(file.data)}: truncated?"
-        )
-    return weight
-
-
 class MappedFile:
     """A file mapped into memory (mmap). Pages that are never read take no memory.
 
@@ -2488,18 +2458,32 @@ class MappedFile:
                 "a pointer of git-lfs, not the file: git lfs pull, or download it again"
             )
         self.path = path.absolute()
-        self.returned = set[int]()  # offsets of the tensors that tensor() has returned
+        self.returned = set[int]()  # offsets of the tensors that were read
 
-    def tensor(self, offset: int, nbytes: int) -> Tensor:
-        """Bytes of the file as a uint8 tensor (nbytes), with a storage of its own."""
-        # A tensor is asked for again when another model is built. That gets a new mapping of the
-        # file, so that changes to one model do not reach the other.
-        if offset in self.returned:
-            self.data, self.returned = MappedFile(self.path).data, set()
-        self.returned.add(offset)
-        t = torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=offset)
-        # In old safetensors files a tensor may begin at any byte. torch needs an aligned copy.
-        return t.clone() if offset % 4 else t
+    def weight(self, offset: int, ggml_type: str, shape: Sequence) -> Weight:
+        """The tensor at `offset`. Raises ValueError if its shape is impossible for its type, or if
+        the file ends before it does.
+        """
+
+        def read() -> Tensor:
+            # This is asked for again when another model is built. That gets a new mapping of the
+            # file, so that changes to one model do not reach the other.
+            if offset in self.returned:
+                self.data, self.returned = MappedFile(self.path).data, set()
+            self.returned.add(offset)
+            t = torch.frombuffer(self.data, dtype=torch.uint8, count=weight.nbytes, offset=offset)
+            # In old safetensors files a tensor may begin at any byte. torch needs an aligned copy.
+            t = t.clone() if offset % 4 else t
+            return t.view(math.prod(shape[:-1]), -1)
+
+        weight = Weight(ggml_type, tuple(shape), read)
+        are_sizes = {*map(type, shape)} == {int} and 0 < math.prod(shape) < 2**40
+        if not are_sizes or shape[-1] % find_type(ggml_type).count:
+            raise ValueError(f"the sizes {list(shape)} cannot be of type {ggml_type}")
+        end = offset + weight.nbytes
+        if end > len(self.data):
+            raise ValueError(f"ends at byte {end}, the file at {len(self.data)}: truncated?")
+        return weight
 
 
 @contextmanager
@@ -2554,7 +2538,7 @@ def read_tokenizer(path: str | Path, config: Config | None = None) -> Tokenizer:
 Tokenizer.from_file = Tokenizer.from_gguf = staticmethod(read_tokenizer)
 
 
-def vocabulary_from_gguf(metadata: Mapping, settings: tuple = ()) -> Vocabulary:
+def vocabulary_from_gguf(metadata: Mapping, settings: Mapping | None = None) -> Vocabulary:
     """The vocabulary that GGUF's keys describe. Raises ValueError.
 
     `settings`: what gguf_settings() returned, if it was called.
@@ -2568,20 +2552,18 @@ def vocabulary_from_gguf(metadata: Mapping, settings: tuple = ()) -> Vocabulary:
     # Only examples/save.py writes this key. In other files a space is added as in llama.cpp.
     scheme = get("tokenizer.ggml.prepend_scheme", str, "prepend" if prefix else "never")
     raw = Vocabulary(pieces, types, None, prepend_scheme=scheme)  # step 2 sets its `model`
-    config, _, tokenizer_config = settings or gguf_settings(metadata)
+    settings = settings or gguf_settings(metadata)
     # EOS, the first of the ids that end a text, is among the special tokens already.
-    vocabulary = make_vocabulary(
-        raw, tokenizer_config, {}, config["eos_token_id"][1:], [USER_DEFINED]
-    )
+    vocabulary = make_vocabulary(raw, settings, {}, settings["eos_token_id"][1:], [USER_DEFINED])
 
     # 2. The tokenizer.model or tokenizer.json that the lists stand for.
     types = vocabulary.types
     if is_llama:
-        if "unk_token" in tokenizer_config and types.count(UNKNOWN) != 1:
+        if "unk_token" in settings and types.count(UNKNOWN) != 1:
             # SentencePiece needs exactly one UNKNOWN. In old files, the pieces that only pad the
             # vocabulary have this type, too; llama.cpp takes those for control tokens.
             types = vocabulary.types = [CONTROL if t == UNKNOWN else t for t in types]
-            types[pieces.index(tokenizer_config["unk_token"])] = UNKNOWN
+            types[pieces.index(settings["unk_token"])] = UNKNOWN
         scores = get("tokenizer.ggml.scores", list)
         if not len(scores) == len(types) == len(pieces):
             raise ValueError(f"{len(pieces)} tokens, {len(scores)} scores, {len(types)} token_type")
@@ -2660,12 +2642,12 @@ def make_vocabulary(
     settings: Mapping,
     ids: Mapping[str, int],
     ends: Iterable[int],
-    kinds: Collection[int],
+    changed_types: Collection[int],
 ) -> Vocabulary:
     """The `raw` vocabulary together with what tokenizer_config.json says of it. Raises ValueError.
 
     `ids`: BOS and EOS by config.json, {"bos_token": id, ...}; `ends`: the ids that end a text.
-    Special tokens and `ends` whose types are among `kinds` become control tokens.
+    Special tokens and `ends` become control tokens if their types are among `changed_types`.
     """
     # 1. The texts of special tokens, by names such as pad_token.
     tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
@@ -2686,12 +2668,11 @@ def make_vocabulary(
 
     # 2. The types. BOS and EOS become control tokens, whatever their types are, and so does a
     #    user-defined token whose text says that it ends a text (END_TEXT).
+    special = {*ids.values(), *ends}
     types = [*raw.types]
     for i, (text, piece_type) in enumerate(zip(raw.pieces, raw.types)):
-        if piece_type == USER_DEFINED and re.fullmatch(END_TEXT, text):
-            types[i] = CONTROL
-    for i in {*ids.values(), *ends} & {*range(len(types))}:
-        if types[i] in kinds or i in (bos_id, eos_id):
+        is_end = piece_type == USER_DEFINED and re.fullmatch(END_TEXT, text)
+        if is_end or i in (bos_id, eos_id) or (i in special and piece_type in changed_types):
             types[i] = CONTROL
     return replace(
         raw,
@@ -2902,13 +2883,13 @@ class Quantized(nn.Module):
 
     def __init__(self, blocks: Tensor, ggml_type: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        _, count, nbytes, *_ = GGML_TYPES[ggml_type]
-        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % nbytes:
-            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {nbytes}), not {[*blocks.shape]}")
+        size = GGML_TYPES[ggml_type].nbytes
+        if blocks.dim() != 2 or blocks.dtype != torch.uint8 or blocks.shape[1] % size:
+            raise ValueError(f"{ggml_type} needs uint8 (rows, n * {size}), not {[*blocks.shape]}")
         self.dtype = dtype
         self.ggml_type = ggml_type
         self.register_buffer(ggml_type, blocks)
-        self.in_features = blocks.shape[1] // nbytes * count
+        self.in_features = blocks.shape[1] // size * GGML_TYPES[ggml_type].count
         self.out_features = len(blocks)
 
     @property
@@ -2985,7 +2966,7 @@ def unpack_scales(b: Tensor, ggml_type: str) -> tuple[Tensor, Tensor | None]:
     # float16 for them follows; else m means nothing, and is not used.
     at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(ggml_type, 0)
     halves = b[:, at : at + 4].contiguous().view(torch.float16).float()
-    d, m = halves[:, :1], halves[:, 1:]  # (n, 1)
+    d, m = halves.tensor_split([1], dim=1)  # (n, 1)
     match ggml_type:
         case "Q4_0" | "Q5_0" | "Q8_0":
             return d, None
@@ -3299,18 +3280,18 @@ LIKE_LLAMA_3 = (
 KERNELS = Path(__file__).resolve().with_name("kernels")
 SELF: Any = sys.modules.get(__name__)
 
-# What takes its place where the folder is missing. The classes are for pickles: see __getattr__().
-UNACCELERATED = types.SimpleNamespace(
-    can_accelerate=lambda device: False,
-    load_kernels=lambda: None,
-    accelerate=lambda model, fast, compile: model,
-    NativeLinear=QuantizedLinear,
-    NativeEmbedding=QuantizedEmbedding,
-    NativeBlock=Block,
-    NativeLlama=Llama,
-    GraphBlock=Block,
-    GraphLlama=Llama,
-)
+
+class Unaccelerated:
+    """What takes the place of kernels/ where it is missing. The classes are for pickles of models
+    that were accelerated: see __getattr__().
+    """
+
+    NativeLinear, NativeEmbedding = QuantizedLinear, QuantizedEmbedding
+    NativeBlock = GraphBlock = Block
+    NativeLlama = GraphLlama = Llama
+    can_accelerate = lambda device: False
+    load_kernels = lambda: None
+    accelerate = lambda model, fast, compile: model
 
 
 # ==================================================================================================
@@ -3770,7 +3751,7 @@ def converse(
             answer = beginning["content"] + answer
         messages = [*asked, {"role": "assistant", "content": answer}]
         generations.append(stream.generation)
-        if stream.stop_reason in (CONTEXT_FULL, MAX_NEW_TOKENS):
+        if stream.stop_reason in ("context full", "max new tokens"):
             note(f"{stream.stop_reason}: the answer was cut, /more goes on", args.quiet)
         sampling = options["sampling"]  # the next answer gets other random numbers
         options["sampling"] = replace(sampling, seed=(sampling.seed + 1) % 2**63)

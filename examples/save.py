@@ -80,8 +80,6 @@ def model_checkpoint(model: llama2.Llama, tokenizer: llama2.Tokenizer | None) ->
     usual = vars(llama2.Sampling())
     sampling = vars(model.sampling or llama2.Sampling())
     sampling = {n: sampling[n] for n in llama2.GGUF_SAMPLING if sampling[n] != usual[n]}
-    if "repetition_penalty" in sampling:  # else it would look at all tokens, as in transformers
-        sampling["penalty_last_n"] = model.sampling.penalty_last_n
     return llama2.Checkpoint("the model", config, weights, lambda: tokenizer, recommended=sampling)
 
 

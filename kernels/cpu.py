@@ -123,7 +123,7 @@ def run_kernel(
 class NativeLinear(QuantizedLinear):
     """QuantizedLinear by the kernels. With gradients or on other devices, torch computes it."""
 
-    # Where pickles look for it: see UNACCELERATED in llama2.py.
+    # Where pickles look for it: see Unaccelerated in llama2.py.
     __module__ = QuantizedLinear.__module__
     fast = False  # whether x is rounded to 16-bit integers; accelerate() decides
 

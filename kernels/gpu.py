@@ -332,7 +332,7 @@ class Planes(Quantized):
 class PlanesLinear(Planes, QuantizedLinear):
     """QuantizedLinear by Triton."""
 
-    __module__ = Quantized.__module__  # where pickles look for it: see UNACCELERATED in llama2.py
+    __module__ = Quantized.__module__  # where pickles look for it: see Unaccelerated in llama2.py
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out) of x's dtype."""

@@ -299,7 +299,7 @@ def run_block(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cac
 class GraphBlock(Block):
     """Block that Inductor compiles for captured steps."""
 
-    __module__ = Block.__module__  # where pickles look for it: see UNACCELERATED in llama2.py
+    __module__ = Block.__module__  # where pickles look for it: see Unaccelerated in llama2.py
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any
