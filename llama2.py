@@ -775,7 +775,7 @@ class Generation(Iterator[int]):
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r:.60}; expected 0 or more")
         config = model.config
-        context = cache.max_seq_len if cache else config.max_position_embeddings
+        context = config.max_position_embeddings if cache is None else cache.max_seq_len
         self.ids = check_ids(ids, config, context)  # the prompt, and every id that was sampled
         self.new_ids: list[int] = []  # the ids that were returned
         self.seconds: list[float] = []  # the time of the prefill, then of each decode step
@@ -785,11 +785,13 @@ class Generation(Iterator[int]):
         self.max_new_tokens = max_new_tokens
         ends = config.eos_token_id, *config.stop_token_ids
         self.stop_ids = ends if stop_ids is None else stop_ids
-        self.cache = cache or model.new_cache(min(context, len(self.ids) + max_new_tokens))
+        if cache is None:
+            cache = model.new_cache(min(context, len(self.ids) + max_new_tokens))
+        self.cache = cache
         self.step = step or functools.partial(prefill, model)
         self.tokens = torch.tensor([self.ids], device="cpu")  # (1, n), self.ids as a tensor
         # How many tokens the prefill computes: those that the cache lacks, and always the last.
-        self.prompt_tokens = max(1, len(self.ids) - self.cache.common_prefix(self.tokens))
+        self.prompt_tokens = max(1, len(self.ids) - cache.common_prefix(self.tokens))
         self.generator = torch.Generator().manual_seed(
             secrets.randbelow(2**63) if sampling.seed is None else sampling.seed
         )
@@ -1489,10 +1491,11 @@ def chat(
     """
     template = find_template(tokenizer, template)
     ids = encode_chat(tokenizer, messages, template, continue_final_message)
-    ends = stop_ids(model, tokenizer, template)
+    stops = chat_stops(tokenizer, template)
+    ends = stop_ids(model, tokenizer).union(stops.ids)
     options = {"stop_ids": ends, "strip": not continue_final_message, **options}
     stream = stream_text(model, tokenizer, ids, stop, **options)
-    stream.stops += chat_stops(tokenizer, template).texts
+    stream.stops += stops.texts
     return stream
 
 

@@ -138,11 +138,11 @@ def test_each_copy_has_kernels_of_its_own(tmp_path, monkeypatch, native, no_grad
 BUDGETS = {  # tokens at most, tokens of a line that holds code at most
     "head": (60, 11.5),
     "I": (2760, 11.0),
-    "II": (5455, 9.0),
+    "II": (5470, 9.0),
     "III": (10080, 9.2),
     "IV": (3080, 9.0),
 }
-ALL = 21415  # tokens of the file
+ALL = 21430  # tokens of the file
 KERNELS = 1800  # lines of kernels/*.cpp and *.h, as clang-format writes them
 KERNELS_PYTHON = (10500, 12.5)  # tokens of kernels/*.py at most, tokens of a line at most
 LONGEST = 450  # tokens of a function: a loop that can be read from top to bottom is better than four pieces
