@@ -313,7 +313,7 @@ def test_answers_beside_others_are_those_alone(server):
             actual = dict(zip(order, pool.map(ask, order)))
             for i, request in enumerate(requests):
                 assert actual[i] == expected[i], request
-    assert threads_of(server) <= threads + 1  # one more that prepares
+    assert threads_of(server) <= threads + 2  # so many prepare, and end when they had nothing to do
 
 
 def test_a_conversation_goes_on_beside_others(server):
