@@ -167,15 +167,15 @@ PASS, LAYER, STORED = struct.Struct("8n"), struct.Struct("24n 2d"), struct.Struc
 
 
 class NativeParts(Parts):
-    """Parts, and structs of the layers; no layers if the kernel cannot stand for one of them."""
+    """Parts, and the layers' structs, one after the other; none if the kernel cannot stand for one."""
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__(owner)
-        self.layers: list = []
+        self.layers = b""
         blocks: Any = owner._modules.get("layers", [owner])
         with suppress(KeyError, AttributeError):  # something is not where Block put it
             if {*map(type, blocks)} <= {NativeBlock, type(owner)}:
-                self.layers = [*map(pack_layer, blocks)]
+                self.layers = b"".join(map(pack_layer, blocks))
 
 
 def pack_layer(block: nn.Module) -> bytes:
@@ -226,10 +226,10 @@ def run_blocks(
     # 4. The other structs. The kernel reads the tensors itself, and refuses what it cannot compute.
     y = torch.empty_like(x)
     angles = (cos, sin) if plain else (cos.squeeze(1), sin.squeeze(1))
-    numbers = torch.get_num_threads(), len(parts.layers), cache.layer, len(caches)
+    numbers = torch.get_num_threads(), len(parts.layers) // LAYER.size, cache.layer, len(caches)
     packed = PASS.pack(*[t._cdata for t in (x, *angles, y)], *numbers)
     stored = b"".join(STORED.pack(c.k._cdata, c.v._cdata, c.pos) for c in caches)
-    failed = load_kernels().run_blocks(packed, b"".join(parts.layers), stored)
+    failed = load_kernels().run_blocks(packed, parts.layers, stored)
     return None if failed else y
 
 
